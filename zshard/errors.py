@@ -1,0 +1,35 @@
+"""Typed errors. Every one says what is wrong, with the values, and what to do about it."""
+
+from __future__ import annotations
+
+
+class Error(RuntimeError):
+    """Base class of every error that zshard raises."""
+
+
+class InputError(Error, ValueError):
+    """An argument that cannot be used: a wrong type, shape, dtype, name or value."""
+
+
+class WrapError(Error):
+    """The model cannot be wrapped as it is, or is not wrapped where it has to be."""
+
+
+class MismatchError(Error):
+    """The ranks of a group do not agree on the model, the unit map or the order of units."""
+
+
+class ShardedAccessError(Error):
+    """A whole-parameter operation was asked of a parameter of which a rank holds only a shard."""
+
+
+class StateError(Error):
+    """An operation that the unit's state does not allow."""
+
+
+class CommError(Error):
+    """A collective failed or timed out; names the unit, the phase and the rank that saw it."""
+
+
+class OptimizerError(Error):
+    """An optimizer that cannot work on shards, or whose state does not fit the model."""
