@@ -1,0 +1,95 @@
+#include <algorithm>
+#include <vector>
+
+#include "cpu/isa.h"
+#include "cpu/memory.h"
+#include "ops.h"
+
+namespace zshard::cpu {
+
+namespace {
+
+// A segment that takes part in this step.
+struct Work {
+    int64_t start;  // elements of all work before it
+    AdamwSegment segment;
+    AdamwFactors factors;
+};
+
+template <bool kDecoupled, bool kSplit, typename Grad, typename Send>
+void update_range(const AdamwShard& shard, int64_t begin, int64_t end, float scale,
+                  const AdamwFactors& factors) {
+    using Master = std::conditional_t<kSplit, Bf16, float>;
+    auto* __restrict master = static_cast<Master*>(shard.master);
+    auto* __restrict low = shard.low;
+    auto* __restrict exp_avg = shard.exp_avg;
+    auto* __restrict exp_avg_sq = shard.exp_avg_sq;
+    const auto* __restrict grad = static_cast<const Grad*>(shard.grad);
+    auto* __restrict send = static_cast<Send*>(shard.send);
+    vectorised([=] {
+        const AdamwFactors c = factors;
+        for (int64_t i = begin; i < end; ++i) {
+            AdamwState s{0.0f, exp_avg[i], exp_avg_sq[i]};
+            if constexpr (kSplit) {
+                s.p = zshard::join_master({master[i], low[i]});
+            } else {
+                s.p = master[i];
+            }
+            s = adamw_update<kDecoupled>(s, to_float(grad[i]) * scale, c);
+            exp_avg[i] = s.m;
+            exp_avg_sq[i] = s.v;
+            if constexpr (kSplit) {
+                const SplitMaster planes = zshard::split_master(s.p);
+                master[i] = planes.hi;
+                low[i] = planes.lo;
+            } else {
+                master[i] = s.p;
+            }
+            if constexpr (!std::is_void_v<Send>) send[i] = from_float<Send>(s.p);
+        }
+    });
+}
+
+// The segments to update, their steps counted.
+std::vector<Work> take_step(const AdamwArgs& args) {
+    std::vector<Work> work;
+    if (args.skip != nullptr && *args.skip != 0.0f) return work;
+    work.reserve(args.num_segments);
+    int64_t start = 0;
+    for (int64_t g = 0; g < args.num_segments; ++g) {
+        if (args.active != nullptr && args.active[g] == 0) continue;
+        const AdamwSegment& segment = args.segments[g];
+        work.push_back({start, segment, adamw_factors(args.hypers[g], ++args.steps[g])});
+        start += segment.end - segment.begin;
+    }
+    return work;
+}
+
+}  // namespace
+
+void adamw(const AdamwArgs& args) {
+    const std::vector<Work> work = take_step(args);
+    if (work.empty()) return;
+    const int64_t total = work.back().start + work.back().segment.end - work.back().segment.begin;
+    const float scale = args.grad_scale != nullptr ? *args.grad_scale : 1.0f;
+    dispatch_adamw(args, [&](auto grad, auto send, auto split) {
+        using Grad = decltype(grad);
+        using Send = typename decltype(send)::type;
+        constexpr bool kSplit = decltype(split)::value;
+        parallel(total, kGrain, [&](int64_t low, int64_t high) {
+            const auto starts_after = [](int64_t at, const Work& item) { return at < item.start; };
+            auto item = std::upper_bound(work.begin(), work.end(), low, starts_after) - 1;
+            for (; item != work.end() && item->start < high; ++item) {
+                const auto [unit, begin, end] = item->segment;
+                const int64_t first = begin + std::max<int64_t>(low - item->start, 0);
+                const int64_t last = std::min(begin + high - item->start, end);
+                const auto update = item->factors.decoupled
+                                        ? update_range<true, kSplit, Grad, Send>
+                                        : update_range<false, kSplit, Grad, Send>;
+                update(args.shards[unit], first, last, scale, item->factors);
+            }
+        });
+    });
+}
+
+}  // namespace zshard::cpu

@@ -1,0 +1,64 @@
+// Runs a loop compiled for the best vector instructions of this processor.
+//
+// [Note: one wheel, every ISA] The loop is a lambda. Each instantiation below inlines it, and all
+// it calls, into a function of its own target, where the compiler vectorises it anew: no
+// intrinsics, no copy of the formulas, one object file. The choice is made at run time. By [Note:
+// same bits] it changes the speed only.
+#pragma once
+
+namespace zshard::cpu {
+
+#ifdef __x86_64__
+
+enum class Isa { kBaseline, kV3, kV4 };  // the x86-64 levels: SSE2, AVX2, AVX-512
+
+// The best level that this processor has, or the lower one that ZSHARD_ISA names. Throws on another
+// value, so call it before threads do.
+Isa isa();
+
+inline void resolve_isa() { isa(); }
+
+template <typename Body>
+[[gnu::target("arch=x86-64-v4,prefer-vector-width=512"), gnu::flatten, gnu::noinline]]
+void run_v4(const Body& body) {
+    body();
+}
+
+template <typename Body>
+[[gnu::target("arch=x86-64-v3"), gnu::flatten, gnu::noinline]]
+void run_v3(const Body& body) {
+    body();
+}
+
+template <typename Body>
+[[gnu::flatten, gnu::noinline]]
+void run_baseline(const Body& body) {
+    body();
+}
+
+template <typename Body>
+void vectorised(const Body& body) {
+    switch (isa()) {
+        case Isa::kV4:
+            return run_v4(body);
+        case Isa::kV3:
+            return run_v3(body);
+        case Isa::kBaseline:
+            return run_baseline(body);
+    }
+}
+
+#else
+
+// Elsewhere (arm64) the baseline has vector instructions already.
+inline void resolve_isa() {}
+
+template <typename Body>
+[[gnu::flatten, gnu::noinline]]
+void vectorised(const Body& body) {
+    body();
+}
+
+#endif
+
+}  // namespace zshard::cpu

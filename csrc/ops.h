@@ -1,0 +1,151 @@
+// What the checks in ops.cpp hand to the launchers in cpu/ and cuda/: plain structs, already valid.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "math.h"
+
+namespace zshard {
+
+enum class Dtype : int32_t { kFloat32, kBfloat16, kFloat16, kFloat64 };
+
+inline constexpr int64_t size_of(Dtype dtype) {
+    return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
+}
+
+// Calls f with a value of the C++ type that stores `dtype`, one of F = {float, Bf16, Fp16}.
+template <typename F>
+decltype(auto) dispatch(Dtype dtype, const F& f) {
+    switch (dtype) {
+        case Dtype::kBfloat16:
+            return f(Bf16{});
+        case Dtype::kFloat16:
+            return f(Fp16{});
+        default:
+            return f(float{});
+    }
+}
+
+// Strides of a tensor whose dimensions that lie densely behind one another are merged.
+inline constexpr int kMaxDims = 8;
+struct Strided {
+    int32_t dims;  // 0 = contiguous
+    int64_t sizes[kMaxDims];
+    int64_t strides[kMaxDims];  // elements
+};
+
+// One tensor's place in a flat buffer: elements [offset, offset + numel).
+struct Piece {
+    void* data;  // null: nothing there, the flat elements are zeroed
+    Dtype dtype;
+    int64_t offset;
+    int64_t numel;
+    Strided strided;
+};
+
+// pack_ (pieces -> flat; pieces cover all of flat) and unpack_ (flat -> pieces). Pieces ascend.
+struct PackArgs {
+    void* flat;
+    Dtype dtype;
+    int64_t numel;
+    double scale;
+    std::vector<Piece> pieces;
+};
+
+struct CastArgs {
+    void* out;
+    Dtype out_dtype;
+    const void* src;
+    Dtype src_dtype;
+    int64_t numel;
+};
+
+struct MasterArgs {
+    float* full;
+    Bf16* hi;
+    int16_t* lo;
+    int64_t numel;
+};
+
+struct ReduceArgs {
+    void* acc;
+    Dtype acc_dtype;
+    const void* chunks;
+    Dtype chunk_dtype;
+    int64_t world_size;
+    int64_t chunk_stride;  // elements from one chunk to the next
+    int64_t numel;
+    double scale;
+    bool accumulate;
+    double* stats;  // null or (2,): sum of squares, 1 where a stored value is not finite
+};
+
+// One shard's flat buffers, all of `numel` elements.
+struct AdamwShard {
+    void* master;  // float, or Bf16 upper plane where low is set
+    int16_t* low;  // null: fp32 master
+    float* exp_avg;
+    float* exp_avg_sq;
+    const void* grad;
+    void* send;  // null: none
+    int64_t numel;
+};
+
+// A row of `segments`: elements [begin, end) of shard `unit`.
+struct AdamwSegment {
+    int64_t unit, begin, end;
+};
+
+struct AdamwArgs {
+    std::vector<AdamwShard> shards;
+    Dtype grad_dtype;
+    Dtype send_dtype;  // where the shards have a send buffer
+    bool split;        // masters are two planes
+    int64_t num_segments;
+    // On the shards' device, num_segments rows each:
+    const AdamwSegment* segments;
+    const AdamwHyper* hypers;
+    int64_t* steps;
+    const uint8_t* active;    // null: all
+    const float* grad_scale;  // null or (1,)
+    const float* skip;        // null or (1,), nonzero = change nothing
+};
+
+// Calls f with a value of each type that an adamw_ call is compiled for: gradient, send buffer
+// (void* = none) and whether the master is split.
+template <typename F>
+void dispatch_adamw(const AdamwArgs& args, const F& f) {
+    dispatch(args.grad_dtype, [&](auto grad) {
+        if (args.split) return f(grad, std::type_identity<void>{}, std::true_type{});
+        if (args.shards.empty() || args.shards[0].send == nullptr)
+            return f(grad, std::type_identity<void>{}, std::false_type{});
+        if (args.send_dtype == Dtype::kBfloat16)
+            return f(grad, std::type_identity<Bf16>{}, std::false_type{});
+        f(grad, std::type_identity<Fp16>{}, std::false_type{});
+    });
+}
+
+namespace cpu {
+void pack(const PackArgs& args);
+void unpack(const PackArgs& args);
+void cast(const CastArgs& args);
+void split_master(const MasterArgs& args);
+void join_master(const MasterArgs& args);
+void reduce(const ReduceArgs& args);
+void adamw(const AdamwArgs& args);
+}  // namespace cpu
+
+// The tensors' device is current; the work goes on its current stream.
+namespace cuda {
+void pack(const PackArgs& args);
+void unpack(const PackArgs& args);
+void cast(const CastArgs& args);
+void split_master(const MasterArgs& args);
+void join_master(const MasterArgs& args);
+void reduce(const ReduceArgs& args);
+void adamw(const AdamwArgs& args);
+}  // namespace cuda
+
+}  // namespace zshard

@@ -1,0 +1,110 @@
+"""What holds for every op: torch's opcheck, fake tensors, no effect of the vector instructions."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ops_check import devices
+from zshard import ops
+
+
+def samples(device: str) -> dict[str, tuple[object, ...]]:
+    """A call of each op, as torch.ops.zshard takes it; every argument random but the same each time."""
+    generator = torch.Generator().manual_seed(3)
+
+    def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    n, half = 5003, torch.bfloat16
+    low = torch.arange(n, device=device).to(torch.int16)
+    adamw = (
+        [[rand(n), rand(9)], [], [rand(n), rand(9)], [rand(n).square(), rand(9).square()]],
+        [[rand(n, dtype=half), rand(9, dtype=half)], [rand(n, dtype=half), rand(9, dtype=half)]],
+    )
+    segments = torch.tensor([[0, 1, n], [1, 0, 9]], device=device)
+    hypers = torch.tensor(
+        [[1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0], [1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0]],
+        dtype=torch.float64,
+        device=device,
+    )
+    steps = torch.tensor([0, 3], device=device)
+    scale = torch.full((1,), 0.3, device=device)
+    skip = torch.zeros(1, device=device)
+    active = torch.ones(2, dtype=torch.uint8, device=device)
+    stats = torch.zeros(2, dtype=torch.float64, device=device)
+    return {
+        "pack_": (rand(n), [rand(7, 3).t(), rand(4000, dtype=torch.float16)], [2, 100], 0.3),
+        "unpack_": ([rand(7, 3).t(), rand(4000, dtype=torch.float16)], rand(n), [2, 100], 0.3),
+        "cast_": (rand(n, dtype=torch.float16), rand(n)),
+        "split_master_": (rand(n, dtype=half), low.clone(), rand(n)),
+        "join_master_": (rand(n), rand(n, dtype=half), low),
+        "reduce_": (rand(n), rand(3, n, dtype=half), 0.3, True, stats),
+        "adamw_": (*adamw[0], *adamw[1], segments, hypers, steps, active, scale, skip),
+    }
+
+
+def test_every_op_has_a_sample() -> None:
+    assert sorted(samples("cpu")) == sorted(ops.__all__)
+
+
+@devices
+@pytest.mark.parametrize("name", ops.__all__)
+def test_opcheck(name: str, device: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.zshard, name).default, samples(device)[name])
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_tracing_runs_without_data(name: str) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        assert getattr(ops, name)(*samples("cpu")[name]) is None
+
+
+def test_tracing_refuses_two_devices() -> None:
+    with FakeTensorMode(), pytest.raises(ops.InputError, match="cpu and meta"):
+        ops.cast_(torch.empty(3), torch.empty(3, device="meta"))
+
+
+def digest() -> str:
+    """A digest of all memory that the samples' calls leave behind."""
+    sha = hashlib.sha256()
+    for name, arguments in samples("cpu").items():
+        getattr(ops, name)(*arguments)
+        for argument in arguments:
+            for t in argument if isinstance(argument, list) else [argument]:
+                if isinstance(t, torch.Tensor):
+                    sha.update(t.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def run_with_isa(isa: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import test_ops_contract as t; print(t.digest())"],
+        env={**os.environ, "ZSHARD_ISA": isa},
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("isa", ["baseline", "v3", "v4"])
+def test_every_instruction_set_gives_the_same_bits(isa: str) -> None:
+    done = run_with_isa(isa)
+    if "this processor lacks it" in done.stderr:
+        pytest.skip(f"this processor has no x86-64-{isa}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == digest()
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="ZSHARD_ISA is for x86-64")
+def test_an_unknown_instruction_set_is_refused() -> None:
+    done = run_with_isa("sse9")
+    assert "InputError" in done.stderr
+    assert "ZSHARD_ISA=sse9 is not one of auto, baseline, v3, v4" in done.stderr
