@@ -1,0 +1,219 @@
+"""Runs a test function on N rank processes, each case under a hard deadline.
+
+Ranks are forked from the standard library's fork server, which imports torch once: a rank starts in
+tens of milliseconds instead of seconds. The server runs no torch op and touches no CUDA, so a fork
+of it is safe. A case ends in one of two ways: every rank returned, or `RankFailure` says what each
+rank did (its traceback, the signal that killed it, or its stacks at the deadline).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+# pytest is here because ranks import the test's module; zshard because its import starts no thread.
+kPreloaded = ["torch", "torch.distributed", "torch.utils.checkpoint", "pytest", "zshard"]
+
+# Once a rank has failed, the others get this long to tell their side before they are killed.
+kGraceSeconds = 2.0
+
+# SIGUSR1 to SIGKILL: time for faulthandler to write the stacks.
+kStackSeconds = 0.3
+
+_context = multiprocessing.get_context("forkserver")
+
+
+class RankFailure(AssertionError):
+    """A rank raised, was killed by a signal, or was still running at the deadline."""
+
+    def __init__(self, headline: str, ranks: Sequence[_Rank]) -> None:
+        """Join the headline and what each rank left behind, the first rank to fail at the top."""
+        super().__init__("\n".join([headline, *(rank.story() for rank in ranks)]))
+
+
+@dataclass
+class _Rank:
+    """One rank process as the test process sees it."""
+
+    rank: int
+    folder: Path
+    process: multiprocessing.process.BaseProcess
+    at_deadline: bool = False
+    reported: bool = False
+    value: Any = field(default=None, repr=False)
+    error: str | None = None  # the traceback of the exception it raised
+
+    @property
+    def output(self) -> Path:
+        return self.folder / f"rank{self.rank}.out"
+
+    def collect(self) -> None:
+        """Read what the ended process left; a process killed by a signal leaves no report."""
+        self.process.join()
+        report = self.folder / f"rank{self.rank}.report"
+        if report.exists():
+            self.value, self.error = pickle.loads(report.read_bytes())
+            self.reported = True
+
+    @property
+    def failed(self) -> bool:
+        return not self.reported or self.error is not None or self.process.exitcode != 0
+
+    def story(self) -> str:
+        if self.error is not None:
+            what = f"raised:\n{self.error.rstrip()}"
+        elif self.at_deadline:
+            what = "was still running and was killed; its stacks are in its output below"
+        elif self.process.exitcode is not None and self.process.exitcode < 0:
+            what = f"was killed by {signal.Signals(-self.process.exitcode).name}"
+        elif not self.reported or self.process.exitcode:
+            what = f"left no result and exited with status {self.process.exitcode}"
+        else:
+            return f"--- rank {self.rank} returned"
+        text = self.output.read_text(errors="replace").strip() if self.output.exists() else ""
+        return f"--- rank {self.rank} {what}" + (f"\n    its output:\n{text}" if text else "")
+
+
+def start_server() -> None:
+    """Start the fork server now, so that its import of torch is not charged to the first case."""
+    _context.set_forkserver_preload(kPreloaded)
+    # One thread a rank: the server must not start a pool before it forks, and the ranks of a case
+    # share the cores of one machine.
+    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    os.environ.update(dict.fromkeys(before, "1"))
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 30.0, group: bool = True
+) -> list[Any]:
+    """Call `fn(rank, world_size, *args)` on `world_size` ranks; return their results in rank order.
+
+    Args:
+        fn: a top-level function of an importable module; its result must pickle.
+        world_size: the number of rank processes.
+        args: picklable arguments, the same for every rank.
+        timeout: seconds until every rank is killed and the case fails.
+        group: initialise a gloo process group (a FileStore) over the ranks before `fn`.
+
+    Raises:
+        RankFailure: a rank raised, was killed by a signal, or outlived the deadline.
+    """
+    start_server()
+    with tempfile.TemporaryDirectory(prefix="zshard-ranks-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        # Plain pickle, not the process's own: that one would hand tensors over as shared memory.
+        call = pickle.dumps((fn, args))
+        ranks = []
+        for rank in range(world_size):
+            process = _context.Process(
+                target=_rank_main, args=(rank, world_size, call, name, timeout, group), daemon=True
+            )
+            process.start()
+            ranks.append(_Rank(rank, folder, process))
+        order = _wait(ranks, time.monotonic() + timeout)
+        failed = [rank for rank in order if rank.failed]
+        if failed:
+            late = [rank.rank for rank in ranks if rank.at_deadline]
+            first = failed[0]
+            headline = (
+                f"{fn.__name__} on {world_size} ranks: rank {first.rank} failed first"
+                if not first.at_deadline
+                else f"{fn.__name__} on {world_size} ranks: ranks {late} hung past {timeout:g} s"
+            )
+            raise RankFailure(headline, order)
+        return [rank.value for rank in ranks]
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
+    """Wait for every rank, killing what outlives the deadline; returns them in order of ending."""
+    running = {rank.process.sentinel: rank for rank in ranks}
+    ended: list[_Rank] = []
+    while running:
+        ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        now_ended = [running.pop(sentinel) for sentinel in ready]
+        for rank in now_ended:
+            rank.collect()
+            if rank.failed:
+                deadline = min(deadline, time.monotonic() + kGraceSeconds)
+        # Of two found ended at once, the one that failed explains the other.
+        ended += sorted(now_ended, key=lambda rank: not rank.failed)
+    late = list(running.values())
+    for rank in late:
+        rank.at_deadline = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.ident, signal.SIGUSR1)
+    time.sleep(kStackSeconds if late else 0.0)
+    for rank in ranks:
+        # The whole process group of every rank, the ended ones too: what a rank started ends here.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.process.ident, signal.SIGKILL)
+    for rank in late:
+        rank.collect()
+    return ended + late
+
+
+def _rank_main(
+    rank: int, world_size: int, call: bytes, folder: str, timeout: float, group: bool
+) -> None:
+    """Body of a rank process: output to a file, a belt on the deadline, one report."""
+    os.setsid()  # so that the deadline also kills what the rank itself started
+    # The default action of SIGALRM ends the rank even where the test process was killed first.
+    signal.alarm(int(timeout) + 10)
+    output = os.open(Path(folder, f"rank{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable(output)
+    faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
+    value, error = None, None
+    try:
+        fn, args = pickle.loads(call)
+        with _process_group(rank, world_size, folder, timeout) if group else nullcontext():
+            value = fn(rank, world_size, *args)
+        payload = pickle.dumps((value, None))
+    except BaseException:
+        error = traceback.format_exc()
+        payload = pickle.dumps((None, error))
+    report = Path(folder, f"rank{rank}.report")
+    report.with_suffix(".part").write_bytes(payload)
+    report.with_suffix(".part").rename(report)
+    os._exit(0 if error is None else 1)
+
+
+@contextlib.contextmanager
+def _process_group(rank: int, world_size: int, folder: str, timeout: float) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve costs seconds
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(Path(folder, "store")), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    yield
+    # Not on an exception: the report must not wait for peers that will never answer.
+    dist.destroy_process_group()

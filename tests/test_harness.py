@@ -1,0 +1,127 @@
+"""The harness reports a rank that raises, hangs or dies, and its ranks are separate processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailure, run_ranks
+
+kCounter = [0]
+
+
+def sum_of_ranks(rank: int, world_size: int, start: torch.Tensor) -> torch.Tensor:
+    total = start + rank
+    dist.all_reduce(total)
+    return total
+
+
+def identity(rank: int, world_size: int) -> tuple[int, int, int]:
+    kCounter[0] += 1
+    return os.getpid(), kCounter[0], torch.get_num_threads()
+
+
+def raise_on(rank: int, world_size: int, culprit: int) -> None:
+    if rank == culprit:
+        raise ValueError(f"planted on {rank}")
+    time.sleep(25)  # in no collective: only the harness can end it
+
+
+def hang_on(rank: int, world_size: int, culprit: int, lock_path: str) -> None:
+    if rank == culprit:
+        # The lock is held until the last process with this open file has ended.
+        with open(lock_path, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            subprocess.Popen(["sleep", "60"], pass_fds=[lock.fileno()])
+            time.sleep(60)
+
+
+def kill_on(rank: int, world_size: int, culprit: int) -> None:
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def leave_on(rank: int, world_size: int, culprit: int) -> None:
+    print("said before leaving", flush=True)
+    if rank == culprit:
+        os._exit(0)
+
+
+def unpicklable(rank: int, world_size: int) -> object:
+    return lambda: None
+
+
+def test_results_come_back_in_rank_order_over_one_group() -> None:
+    start = torch.arange(3.0)
+    results = run_ranks(sum_of_ranks, 3, start)
+    assert [result.tolist() for result in results] == [[3.0, 6.0, 9.0]] * 3
+
+
+def test_ranks_are_separate_processes_and_a_case_leaves_nothing_to_the_next() -> None:
+    first, second = run_ranks(identity, 2), run_ranks(identity, 2)
+    pids = {pid for pid, _, _ in [*first, *second]}
+    assert len(pids) == 4 and os.getpid() not in pids
+    assert [count for _, count, _ in [*first, *second]] == [1] * 4
+    assert [threads for _, _, threads in first] == [1, 1]
+
+
+def test_a_case_starts_in_under_two_seconds() -> None:
+    started = time.monotonic()
+    run_ranks(identity, 2)
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_raises_is_reported_first_with_its_traceback(culprit: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(raise_on, 2, culprit)
+    assert time.monotonic() - started < 10.0, "the other rank was waited for"
+    text = str(failure.value)
+    assert f"rank {culprit} failed first" in text.splitlines()[0]
+    assert f"--- rank {culprit} raised" in text.splitlines()[1]
+    assert f"ValueError: planted on {culprit}" in text and "in raise_on" in text
+
+
+def test_a_hang_is_killed_at_the_deadline_with_its_stack_and_its_children(
+    tmp_path: Path,
+) -> None:
+    lock_path = tmp_path / "lock"
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(hang_on, 2, 1, str(lock_path), timeout=3.0)
+    assert 3.0 <= time.monotonic() - started < 10.0
+    text = str(failure.value)
+    assert "ranks [1] hung past 3 s" in text.splitlines()[0]
+    assert "--- rank 0 returned" in text
+    assert "in hang_on" in text, "the stack of the rank that hung is missing"
+    with open(lock_path) as lock:
+        time.sleep(0.2)  # the kernel closes a killed process's files a moment later
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_rank_killed_by_a_signal_is_a_failure_that_names_it() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(kill_on, 2, 1)
+    assert "--- rank 1 was killed by SIGSEGV" in str(failure.value)
+    assert "in kill_on" in str(failure.value), "faulthandler's stack is missing"
+
+
+def test_a_rank_that_exits_without_a_result_is_a_failure() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(leave_on, 2, 0)
+    assert "--- rank 0 left no result" in str(failure.value)
+    assert "said before leaving" in str(failure.value)
+
+
+def test_a_result_that_does_not_pickle_is_reported_by_its_rank() -> None:
+    with pytest.raises(RankFailure, match="rank 0 raised"):
+        run_ranks(unpicklable, 1)

@@ -1,0 +1,174 @@
+"""Trains a model and records it; compares two records bit by bit or within a tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import models
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zshard
+
+kSteps = 10
+
+
+@dataclass
+class Record:
+    """What one rank saw of a run: whole tensors, in the order of named_parameters."""
+
+    losses: list[Tensor] = field(default_factory=list)  # fp32, one a step (or micro-batch)
+    norms: list[Tensor] = field(default_factory=list)  # what clipping returned, one a step
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)  # before clipping
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """zshard's AdamW with hyper-parameters that move every parameter visibly in ten steps."""
+    return zshard.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+
+
+def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """torch's AdamW with the same hyper-parameters."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1
+    )
+
+
+class Plain:
+    """Trains a model without zshard, under DDP where there is more than one rank."""
+
+    def __init__(self, model: nn.Module, world_size: int = 1, unused: bool = False) -> None:
+        self.module = model
+        self.model = model
+        if world_size > 1:
+            self.model = DistributedDataParallel(model, find_unused_parameters=unused)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.model.no_sync() if self.model is not self.module else nullcontext()
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def gradient(self, name: str) -> Tensor | None:
+        grad = self.module.get_parameter(name).grad
+        return None if grad is None else grad.clone()
+
+    def parameter(self, name: str) -> Tensor:
+        return self.module.get_parameter(name).detach().clone()
+
+
+class Wrapped:
+    """Trains a model that zshard.wrap has taken."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = self.model = model
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return zshard.no_sync(self.model)
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        return zshard.clip_grad_norm_(self.model, max_norm, norm_type)
+
+    def gradient(self, name: str) -> Tensor | None:
+        grad = zshard.full_grad(self.model, name)
+        return None if grad is None else grad.detach().clone()
+
+    def parameter(self, name: str) -> Tensor:
+        return zshard.full_param(self.model, name).detach().clone()
+
+
+def train(
+    side: Plain | Wrapped,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Tensor],
+    *,
+    clip: tuple[float, float] | None = None,
+    accumulate: int = 1,
+    no_sync: bool = True,
+    after_step: Callable[[], object] = lambda: None,
+) -> Record:
+    """Train on `batches`, recording every step.
+
+    Args:
+        side: the model, plain or wrapped.
+        optimizer: over the parameters of `side.module`.
+        batches: this rank's micro-batches, `accumulate` of them a step.
+        clip: (max_norm, norm_type), or None.
+        accumulate: micro-batches a step.
+        no_sync: hold communication back until the last micro-batch of a step.
+        after_step: called after each optimizer step; a scheduler's step, say.
+    """
+    record = Record()
+    names = [name for name, _ in side.module.named_parameters()]
+    for start in range(0, len(batches), accumulate):
+        micro = batches[start : start + accumulate]
+        for index, batch in enumerate(micro):
+            hold = no_sync and index < len(micro) - 1
+            with side.no_sync() if hold else nullcontext():
+                loss = models.loss_of(side.model, batch) / accumulate
+                loss.backward()
+            record.losses.append(loss.detach().clone())
+        record.gradients.append({name: side.gradient(name) for name in names})
+        if clip is not None:
+            record.norms.append(side.clip(*clip).detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+    record.parameters = {name: side.parameter(name) for name in names}
+    return record
+
+
+def _pairs(actual: Record, expected: Record) -> list[tuple[str, Tensor | None, Tensor | None]]:
+    """Every tensor of two records side by side, with a name that says where it comes from."""
+    pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
+    for what in ("losses", "norms"):
+        ours, theirs = getattr(actual, what), getattr(expected, what)
+        assert len(ours) == len(theirs), f"{what}: {len(ours)} against {len(theirs)}"
+        pairs += [(f"{what}[{i}]", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+    for step, (ours, theirs) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
+        assert list(ours) == list(theirs), f"names {list(ours)} against {list(theirs)}"
+        pairs += [(f"step {step} gradient {name}", ours[name], theirs[name]) for name in theirs]
+    assert list(actual.parameters) == list(expected.parameters)
+    pairs += [
+        (f"final {name}", actual.parameters[name], value)
+        for name, value in expected.parameters.items()
+    ]
+    return pairs
+
+
+def assert_same_bits(actual: Record, expected: Record) -> None:
+    """Assert that two records are equal bit by bit, naming the first element that is not."""
+    for what, ours, theirs in _pairs(actual, expected):
+        if ours is None or theirs is None:
+            assert ours is theirs, f"{what}: {ours} against {theirs}"
+            continue
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, (
+            f"{what}: {tuple(ours.shape)} {ours.dtype} against {tuple(theirs.shape)} {theirs.dtype}"
+        )
+        same = ours.view(torch.int32) == theirs.view(torch.int32) if ours.ndim else ours == theirs
+        if not bool(same.all()):
+            where = tuple(torch.nonzero(~same)[0].tolist())
+            raise AssertionError(
+                f"{what}: {int((~same).sum())} of {ours.numel()} elements differ, the first at "
+                f"{where}: {ours[where].item()!r} against {theirs[where].item()!r}"
+            )
+
+
+def assert_close(actual: Record, expected: Record, tolerance: float) -> None:
+    """Assert that two records agree within `tolerance` times each tensor's largest magnitude."""
+    for what, ours, theirs in _pairs(actual, expected):
+        if ours is None or theirs is None:
+            assert ours is theirs, f"{what}: {ours} against {theirs}"
+            continue
+        assert ours.shape == theirs.shape, f"{what}: {ours.shape} against {theirs.shape}"
+        if theirs.numel():
+            limit = tolerance * max(float(theirs.abs().max()), 1e-3)
+            worst = float((ours - theirs).abs().max())
+            assert worst <= limit, f"{what}: off by {worst:.3g}, allowed {limit:.3g}"

@@ -1,0 +1,101 @@
+"""Before anything is sharded: do all ranks hold the same model? Or make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .comm import Comm, Tag
+from .errors import MismatchError
+from .unitmap import UnitSpec
+
+_CHUNK = 1 << 22  # elements hashed at once: bounds the temporary int64 copy to 32 MiB
+
+
+class _Fact(NamedTuple):
+    """What ranks must agree on about one parameter."""
+
+    name: str
+    unit: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    values: tuple[int, int]
+
+
+def check(specs: Sequence[UnitSpec], comm: Comm) -> None:
+    """Compare names, unit map, shapes, dtypes, requires_grad and values over the ranks.
+
+    Raises:
+        MismatchError: on every rank, with the first parameter that differs and how, rank by rank.
+    """
+    facts = [
+        _Fact(
+            owned.name,
+            spec.name or "root",
+            tuple(owned.param.shape),
+            str(owned.param.dtype),
+            owned.param.requires_grad,
+            digest(owned.param.detach()),
+        )
+        for spec in specs
+        for owned in spec.params
+    ]
+    gathered = comm.all_gather_object(facts, Tag(0, "wrap", "root"))
+    everyone: list[list[_Fact]] = [[_Fact(*f) for f in rank] for rank in gathered]  # type: ignore[attr-defined]
+    for position in range(max(map(len, everyone))):
+        _compare([facts[position] if position < len(facts) else None for facts in everyone])
+
+
+def _compare(facts: Sequence[_Fact | None]) -> None:
+    first = facts[0]
+    differing = [rank for rank, fact in enumerate(facts) if fact != first]
+    if not differing:
+        return
+    other = facts[differing[0]]
+    if first is None or other is None:
+        present = first or other
+        assert present is not None
+        raise MismatchError(
+            f"only some ranks have the parameter {present.name!r}: ranks "
+            f"{[r for r, fact in enumerate(facts) if fact is not None]} do. Every rank must build "
+            "the same model."
+        )
+    field = next(f for f in _Fact._fields if getattr(first, f) != getattr(other, f))
+    if field == "values":
+        detail = "have different values; seed the ranks alike, or pass init='broadcast'"
+    else:
+        a, b = getattr(first, field), getattr(other, field)
+        detail = f"differ in {field}: {a!r} on rank 0, {b!r} on rank {differing[0]}"
+    name = first.name if field != "name" else f"{first.name}/{other.name}"
+    raise MismatchError(f"parameter {name}: rank 0 and ranks {differing} {detail}")
+
+
+def broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
+    """Give every rank the values of rank 0."""
+    if comm.size == 1:
+        return
+    with torch.no_grad():
+        for spec in specs:
+            for owned in spec.params:
+                value = owned.param.detach().contiguous()
+                comm.broadcast(value.view(-1), Tag(0, "wrap", spec.name or "root"))
+                owned.param.copy_(value)
+
+
+def digest(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two 64-bit checksums of the tensor's bits: their sum, and their sum weighted by position."""
+    flat = tensor.contiguous().view(-1)
+    if flat.dtype == torch.bool or flat.numel() == 0:
+        flat = flat.to(torch.uint8)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    total = weighted = 0
+    for begin in range(0, flat.numel(), _CHUNK):
+        words = flat[begin : begin + _CHUNK].view(bits).to(torch.int64)
+        # An odd weight that differs by position, so that swapped elements show.
+        weight = torch.arange(begin, begin + words.numel(), device=words.device) * 2 + 1
+        total += int(words.sum())
+        weighted += int((words * weight).sum())
+    return total, weighted

@@ -1,0 +1,176 @@
+"""The tables that one call of ``adamw_`` takes: which shards, which segments, which numbers.
+
+A batch is what a call updates: shards of one dtype on one device, and one row for each parameter
+that lies (in part) in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .errors import OptimizerError
+from .flat import Flat
+from .param import Sharded
+from .reduction import Reducer
+
+
+class Kind(NamedTuple):
+    """What the shards of one batch have in common."""
+
+    reducer: Reducer | None  # whose clip factor applies; None for plain parameters
+    device: torch.device
+    grad: torch.dtype
+    send: torch.dtype | None  # None: the master is what is sent
+
+
+class Row(NamedTuple):
+    """One parameter in a batch."""
+
+    param: torch.Tensor
+    group: int  # index into the optimizer's param_groups
+    shard: int  # index into the batch's lists
+    begin: int  # elements, in the shard
+    end: int
+
+
+class Hyper(NamedTuple):
+    """A row of adamw_'s table of hyper-parameters."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: float  # 1.0: AdamW; 0.0: the decay is added to the gradient
+
+
+@dataclass
+class Batch:
+    """The arguments of one call of ``adamw_``, kept from step to step."""
+
+    rows: list[Row] = field(default_factory=list)
+    flats: list[Flat | None] = field(default_factory=list)  # None: a plain parameter
+    masters: list[torch.Tensor] = field(default_factory=list)  # (S,) fp32 each
+    exp_avgs: list[torch.Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    _shards: dict[int, int] = field(default_factory=dict)  # id of flat or parameter -> shard
+    _hypers_of: list[Hyper] | None = None
+    _active_of: list[bool] | None = None
+
+    # Made by ``tabulate`` and ``refresh``.
+    segments: torch.Tensor = field(init=False)  # (G, 3) int64
+    steps: torch.Tensor = field(init=False)  # (G,) int64
+    hypers: torch.Tensor = field(init=False)  # (G, 6) float64
+    active: torch.Tensor = field(init=False)  # (G,) uint8
+
+    def add(self, param: torch.Tensor, group: int) -> None:
+        """Append a row for ``param``, and the shard it lies in if that is new."""
+        flat = param.flat if isinstance(param, Sharded) else None
+        key = id(param if flat is None else flat)
+        if key not in self._shards:
+            self._shards[key] = len(self.masters)
+            self.flats.append(flat)
+            self.masters.append(flat_view(param) if flat is None else flat.master)
+            self.exp_avgs.append(torch.zeros_like(self.masters[-1]))
+            self.exp_avg_sqs.append(torch.zeros_like(self.masters[-1]))
+        begin, end = 0, param.numel()
+        if isinstance(param, Sharded):
+            begin, end, _ = param.flat.local(param.segment)
+        self.rows.append(Row(param, group, self._shards[key], begin, end))
+
+    def tabulate(self) -> None:
+        """Make the tables that depend on the rows alone, and zero the step counts."""
+        device = self.masters[0].device
+        table = [[row.shard, row.begin, row.end] for row in self.rows]
+        self.segments = torch.tensor(table, dtype=torch.int64).to(device)
+        self.steps = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
+
+    def refresh(self, hypers: list[Hyper], active: list[bool]) -> None:
+        """Bring the tables of hyper-parameters (by group) and activity (by row) up to date."""
+        device = self.segments.device
+        if hypers != self._hypers_of:
+            table = torch.tensor([hypers[row.group] for row in self.rows], dtype=torch.float64)
+            self.hypers, self._hypers_of = table.to(device), hypers
+        if active != self._active_of:
+            self.active = torch.tensor(active, dtype=torch.uint8).to(device)
+            self._active_of = active
+
+    def grads(self) -> list[torch.Tensor]:
+        """The gradient of every shard, 1-D, in the order of ``masters``."""
+        found: list[torch.Tensor] = []
+        for row in self.rows:
+            if row.shard == len(found):
+                flat = self.flats[row.shard]
+                found.append(_plain_grad(row.param) if flat is None else flat.grad_buffer())
+        return found
+
+    def sends(self) -> list[torch.Tensor]:
+        """The send buffers that the update writes too; none where the masters are sent."""
+        return [flat.send for flat in self.flats if flat and flat.send is not flat.master]
+
+    def written(self) -> None:
+        """Tell the flat buffers, or autograd, that the masters have new values."""
+        for flat, master in zip(self.flats, self.masters, strict=True):
+            if flat is None:
+                torch.autograd.graph.increment_version(master)
+            else:
+                flat.updated(send_written=not flat.send_stale)
+
+
+def kind_of(param: torch.Tensor) -> Kind:
+    """The batch that ``param`` belongs to.
+
+    Raises:
+        OptimizerError: if its master is not fp32.
+    """
+    if isinstance(param, Sharded):
+        flat = param.flat
+        send = None if flat.send is flat.master else flat.send.dtype
+        kind = Kind(flat.schedule.reducer, flat.device, flat.dtypes.reduce, send)
+        name, master = param.fqn, flat.dtypes.master
+    else:
+        kind = Kind(None, param.device, param.dtype, None)
+        name, master = f"a parameter of shape {tuple(param.shape)}", param.dtype
+    if master != torch.float32:
+        raise OptimizerError(
+            f"{name} has a {master} master; zshard's optimizers update fp32 masters. "
+            "torch.optim.AdamW works on every dtype."
+        )
+    return kind
+
+
+def has_grad(param: torch.Tensor) -> bool:
+    """Whether any rank has a gradient for ``param``."""
+    if isinstance(param, Sharded):  # not through param.grad: that would apply the clip factor
+        return param.flat.has_grad[param.segment]
+    return param.grad is not None
+
+
+def flat_view(param: torch.Tensor) -> torch.Tensor:
+    """The memory of a plain parameter as a 1-D tensor.
+
+    Raises:
+        OptimizerError: if it does not fill one block of memory.
+    """
+    try:
+        return param.detach().permute(_memory_order(param)).view(-1)
+    except RuntimeError as error:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} does not fill "
+            "one block of memory; make it contiguous first"
+        ) from error
+
+
+def _plain_grad(param: torch.Tensor) -> torch.Tensor:
+    """The gradient of a plain parameter, 1-D in the parameter's memory order."""
+    if param.grad is None:
+        return flat_view(param)  # the segment is inactive: never read
+    return param.grad.permute(_memory_order(param)).reshape(-1)
+
+
+def _memory_order(param: torch.Tensor) -> list[int]:
+    strides = param.stride()
+    return sorted(range(param.ndim), key=lambda d: (-strides[d], d))

@@ -1,0 +1,106 @@
+"""Gradient clipping by the global norm over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .comm import Tag
+from .errors import InputError, StateError
+from .param import Sharded
+from .schedule import Schedule
+from .wrap import schedule_of
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_: keeps the factor finite where the norm is 0
+
+
+def clip_grad_norm_(
+    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients so that their global norm is at most ``max_norm``.
+
+    A collective for norms other than 2, and for part of a model's parameters: every rank calls it.
+    The 2-norm of a whole model costs nothing here: the pass after each reduction has summed the
+    squares, and zshard's optimizers apply the factor as they read the gradients.
+
+    Args:
+        model_or_params: the wrapped model, or parameters of one wrapped model.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+        error_if_nonfinite: raise if the norm is infinite or NaN.
+
+    Returns:
+        The norm before clipping, 0-d fp32, the same on every rank.
+
+    Raises:
+        InputError: parameters of no wrapped model, or of several; a norm_type that is not positive.
+        StateError: a norm that is not finite, on every rank, with error_if_nonfinite; the
+            gradients are left as they are.
+    """
+    schedule, params = _resolve(model_or_params)
+    if not norm_type > 0:
+        raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
+    reducer = schedule.reducer
+    known = reducer.sum_of_squares if params is None and norm_type == 2.0 else None
+    if known is not None:
+        norm = known.sqrt().float()
+    else:
+        params = schedule.parameters() if params is None else params
+        norm = _norm(schedule, params, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(float(norm)):
+        raise StateError(
+            f"the {norm_type}-norm of the gradients is {float(norm)}, so they cannot be clipped. "
+            "Skip the step, or pass error_if_nonfinite=False."
+        )
+    factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    if params is None:
+        reducer.grad_scale = factor.view(1)
+    else:
+        for param in params:
+            if isinstance(grad := param.grad, Sharded):
+                grad.local.mul_(factor)
+    return norm
+
+
+def _resolve(
+    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+) -> tuple[Schedule, list[Sharded] | None]:
+    """The schedule, and the parameters if they were given instead of the model."""
+    if isinstance(model_or_params, nn.Module):
+        return schedule_of(model_or_params), None
+    given = [model_or_params] if isinstance(model_or_params, torch.Tensor) else [*model_or_params]
+    params = [param for param in given if isinstance(param, Sharded)]
+    if len(params) != len(given) or not params:
+        raise InputError(
+            f"{len(given) - len(params)} of {len(given)} parameters are not of a wrapped model; "
+            "clip those with torch.nn.utils.clip_grad_norm_"
+        )
+    schedules = {id(param.flat.schedule): param.flat.schedule for param in params}
+    if len(schedules) > 1:
+        raise InputError("the parameters belong to several wrapped models; clip each on its own")
+    return next(iter(schedules.values())), params
+
+
+def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
+    """The p-norm of the parameters' gradients over all ranks, 0-d fp32."""
+    grads = [g.local.float() for param in params if isinstance(g := param.grad, Sharded)]
+    powers = [
+        g.abs().max() if math.isinf(p) else g.abs().pow(p).sum(dtype=torch.float64)
+        for g in grads
+        if g.numel() > 0
+    ]
+    device = params[0].device
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    if powers:
+        stacked = torch.stack(powers).double()
+        total[0] = stacked.max() if math.isinf(p) else stacked.sum()
+    if schedule.comm.size > 1:
+        tag = Tag(schedule.step, "reduce", "norm")
+        schedule.comm.all_reduce(total, tag, maximum=math.isinf(p)).wait()
+    return (total if math.isinf(p) else total.pow(1.0 / p))[0].float()

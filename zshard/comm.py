@@ -1,0 +1,203 @@
+"""The one seam through which every collective goes: counted, labelled, and able to fail by name."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import CommError, InputError
+from .streams import Lane, Mark, compute_waits
+
+# torch 2.13 renamed it, and warns at every call by the old name.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Tag(NamedTuple):
+    """The fingerprint of a collective: when in training, in which phase, for which unit."""
+
+    step: int
+    phase: str
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.phase} of unit {self.unit!r} in step {self.step}"
+
+
+class _Work(Protocol):
+    def wait(self) -> bool: ...
+
+
+@dataclass
+class CommStats:
+    """What went through the seam since the last ``reset``.
+
+    Attributes:
+        calls: collectives issued, by operation.
+        sent_bytes: bytes this rank had to send, by operation: the textbook volume.
+        exposed_seconds: time the host spent waiting for a collective.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    exposed_seconds: float = 0.0
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.calls.clear()
+        self.sent_bytes.clear()
+        self.exposed_seconds = 0.0
+
+
+class Handle:
+    """A collective under way; after ``wait`` the compute stream may use its result."""
+
+    def __init__(self, comm: Comm, work: _Work | None, mark: Mark, op: str, tag: Tag) -> None:
+        self._comm, self._work, self._mark, self._op, self._tag = comm, work, mark, op, tag
+
+    def wait(self) -> None:
+        """Wait for the result: the compute stream on CUDA, the host on CPU."""
+        if self._work is not None:
+            start = time.perf_counter()
+            with self._comm.named_errors(self._op, self._tag):
+                self._work.wait()
+            self._comm.stats.exposed_seconds += time.perf_counter() - start
+            self._work = None
+        compute_waits(self._mark)
+
+
+class _NamedErrors:
+    """Turns the backend's error into one that names the collective and the rank that saw it."""
+
+    def __init__(self, rank: int, size: int, op: str, tag: Tag) -> None:
+        self._where = f"rank {rank} of {size}: {op} in {tag}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            raise CommError(
+                f"{self._where} failed: {error}. Another rank has stopped, or runs a different "
+                "model or order of units; look at the first error among the ranks' logs."
+            ) from error
+
+
+class Comm:
+    """The collectives of one sharding group. With one rank it is never called.
+
+    Args:
+        group: the process group; None for a single rank without one.
+        device: where the buffers live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.stats = CommStats()
+        self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
+        self._nccl = group is not None and dist.get_backend(group) == "nccl"
+        # gather: all-gathers run ahead of the unit that computes, so they need their own order.
+        self.gather_lane = Lane(device)
+        # reduce: a unit's reduction runs while the next unit's backward computes.
+        self.reduce_lane = Lane(device)
+
+    @property
+    def chunks(self) -> int:
+        """Rows that ``exchange`` delivers: one of sums (NCCL), or every rank's (gloo)."""
+        return 1 if self._nccl or self.size == 1 else self.size
+
+    def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
+        """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""
+        return _NamedErrors(self.rank, self.size, op, tag)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Handle:
+        """Start gathering every rank's ``shard`` (S,) into ``full`` (N * S,)."""
+        self._count("all_gather", _bytes(shard) * (self.size - 1), tag)
+        with self.gather_lane.after_compute(), self.named_errors("all_gather", tag):
+            # gloo knows few dtypes, and a gather moves bytes.
+            work = _all_gather(
+                full.view(torch.uint8), shard.view(torch.uint8), self.group, async_op=not self._nccl
+            )
+            return Handle(self, work, self.gather_lane.mark(), "all_gather", tag)
+
+    def exchange(self, chunks: torch.Tensor, packed: torch.Tensor, tag: Tag) -> Handle:
+        """Start the communication of a reduce-scatter of ``packed`` (N * S,).
+
+        ``chunks`` (C, S) receives what the caller then sums in rank order: with gloo the N ranks'
+        pieces of this rank's shard (gloo's own reduce_scatter is a whole all-reduce), with NCCL the
+        one sum. Runs on the reduce lane.
+        """
+        self._count("reduce_scatter", _bytes(packed) // self.size * (self.size - 1), tag)
+        with self.reduce_lane.after_compute(), self.named_errors("reduce_scatter", tag):
+            if self._nccl:
+                work = dist.reduce_scatter_tensor(chunks[0], packed, group=self.group)
+            else:
+                work = dist.all_to_all_single(
+                    chunks.view(-1).view(torch.uint8),
+                    packed.view(torch.uint8),
+                    group=self.group,
+                    async_op=True,
+                )
+            return Handle(self, work, self.reduce_lane.mark(), "reduce_scatter", tag)
+
+    def all_reduce(self, value: torch.Tensor, tag: Tag, *, maximum: bool = False) -> Handle:
+        """Start summing (or taking the maximum of) ``value`` over the ranks, in place."""
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        volume = 2 * _bytes(value) * (self.size - 1) // self.size
+        self._count("all_reduce", volume, tag)
+        with self.reduce_lane.after_compute(), self.named_errors("all_reduce", tag):
+            work = dist.all_reduce(value, op, self.group, async_op=not self._nccl)
+            return Handle(self, work, self.reduce_lane.mark(), "all_reduce", tag)
+
+    def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
+        """Replace ``value`` by rank 0's, in place."""
+        self._count("broadcast", _bytes(value) if self.rank == 0 else 0, tag)
+        with self.named_errors("broadcast", tag):
+            dist.broadcast(value, group=self.group, group_src=0)
+
+    def all_gather_object(self, value: object, tag: Tag) -> list[object]:
+        """Every rank's ``value``, in rank order. For set-up, not for steps."""
+        if self.size == 1:
+            return [value]
+        out: list[object] = [None] * self.size
+        self._count("all_gather_object", 0, tag)
+        with self.named_errors("all_gather_object", tag):
+            dist.all_gather_object(out, value, self.group)
+        return out
+
+    def _count(self, op: str, sent: int, tag: Tag) -> None:
+        self.stats.calls[op] += 1
+        self.stats.sent_bytes[op] += sent
+        if self.interpose is not None:
+            self.interpose(op, tag)
+
+
+def group_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The sharding group that ``mesh`` stands for; None is one rank without a group.
+
+    Raises:
+        InputError: for a mesh of more than one dimension, or of another type.
+    """
+    if mesh is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise InputError(f"mesh has {mesh.ndim} dimensions; zshard.wrap shards over a 1-D mesh")
+        return mesh.get_group()
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup or a 1-D DeviceMesh")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

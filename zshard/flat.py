@@ -1,0 +1,226 @@
+"""One flat buffer of a unit: segments, this rank's shard of everything, and the gathered views.
+
+[Note: the version counter guards a gathered buffer]
+Autograd saves views of the full buffer in forward and reads them in backward. In between the
+unit is resharded, its memory holds another unit, and it is gathered again into the same place.
+All leaves of a flat buffer share the version counter of ``base``. While the unit is gathered the
+counter says which values the buffer holds (twice the number of updates of the master); while it is
+not, it says so by an odd number. So a graph that reads a weight that is not there, or one that an
+optimizer has changed since, gets autograd's own "modified by an inplace operation" error, never
+another unit's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._autograd import _unsafe_set_version_counter
+from torch.nn import Parameter
+
+from . import ops
+from .errors import InputError
+from .layout import Layout, Local
+from .param import Sharded
+from .precision import Dtypes
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
+
+class Flat:
+    """The segments of a unit that share a parameter dtype and ``requires_grad``.
+
+    Attributes:
+        master: (S,) master dtype, the authority.
+        send: (S,) compute dtype, what the all-gather sends; the master itself where dtypes agree.
+        grad: (S,) reduce dtype, this rank's reduced gradients; None until the first reduction.
+        base: (N * S,) compute dtype, the full buffer; the leaves are views of it.
+        params: the sharded parameters; leaves: what the modules hold while gathered.
+    """
+
+    def __init__(
+        self,
+        all_names: Sequence[tuple[str, ...]],
+        params: Sequence[torch.Tensor],
+        dtypes: Dtypes,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.all_names = tuple(all_names)  # tied parameters have several
+        self.names = tuple(names[0] for names in all_names)
+        self.schedule: Schedule  # set by the schedule that takes the unit over
+        self.dtypes = dtypes
+        self.device = params[0].device
+        self.requires_grad = params[0].requires_grad
+        self.layout = Layout.of(params, world_size)
+        self.rank = rank
+        self._locals = tuple(self.layout.local(i, rank) for i in range(len(params)))
+        self.master = self._shard_of(params)
+        same = dtypes.compute == dtypes.master
+        self.send = self.master if same else torch.empty_like(self.master, dtype=dtypes.compute)
+        self.send_stale = not same
+        self.updates = 0
+        self.params = [
+            Sharded(self.master[a:b], self, i, is_param=True)
+            for i, (a, b, _) in enumerate(self._locals)
+        ]
+        self.leaves: list[Parameter] = []
+        self.base: torch.Tensor | None = None
+        self.recv: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        self.has_grad = [False] * len(params)
+        self._grads: list[Sharded | None] = [None] * len(params)
+        # Called before a gradient is read or replaced from outside; see reduction.py.
+        self.on_grad_read: Callable[[], None] = lambda: None
+        self.on_grad_write: Callable[[], None] = lambda: None
+
+    def _shard_of(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This rank's shard of ``params`` in the master dtype; the full buffer lives only here."""
+        layout = self.layout
+        full = torch.empty(layout.numel, dtype=self.dtypes.master, device=self.device)
+        with torch.no_grad():
+            sources = [s.physical(p.detach()) for s, p in zip(layout.segments, params, strict=True)]
+        ops.pack_(full, sources, [s.offset for s in layout.segments])
+        if layout.world_size == 1:
+            return full
+        return full[self.rank * layout.shard_size :][: layout.shard_size].clone()
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full buffer."""
+        return self.layout.numel * self.dtypes.compute.itemsize
+
+    @property
+    def local_padding(self) -> int:
+        """Elements of this rank's shard that belong to no parameter."""
+        return self.layout.shard_size - sum(end - begin for begin, end, _ in self._locals)
+
+    def local(self, index: int) -> Local:
+        """Where segment ``index`` lies in this rank's shard."""
+        return self._locals[index]
+
+    # --- the full buffer -------------------------------------------------------------------------
+
+    def attach(self, memory: torch.Tensor, on_leaf_grad: Callable[[int], None]) -> None:
+        """Make ``memory`` (N * S,) the full buffer, and new leaves as views of it."""
+        # Two aliases of one memory: the collective writes `recv`, whose version counter nobody
+        # looks at; see [Note: the version counter guards a gathered buffer] for `base`'s.
+        self.recv = _alias(memory)
+        self.base = _alias(memory)
+        self.leaves = []
+        for index, segment in enumerate(self.layout.segments):
+            view = torch.as_strided(self.base, segment.shape, segment.stride, segment.offset)
+            leaf = Parameter(view, requires_grad=self.requires_grad)
+            leaf.__dict__.update(user_attributes(self.params[index]))
+            if self.requires_grad:
+                leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _leaf_hook(on_leaf_grad, index)
+                )
+            self.leaves.append(leaf)
+        self.mark(valid=False)
+
+    def mark(self, *, valid: bool) -> None:
+        """Say in the version counter what the full buffer holds."""
+        if self.base is not None:
+            _unsafe_set_version_counter((self.base,), (2 * self.updates + (not valid),))
+
+    def refresh_send(self) -> None:
+        """Bring the send buffer up to the master after something other than adamw_ wrote it."""
+        if self.send_stale:
+            ops.cast_(self.send, self.master)
+            self.send_stale = False
+
+    def master_written(self, local: torch.Tensor) -> None:
+        """Note that ``local`` was written in place, if it belongs to the master."""
+        if local.untyped_storage().data_ptr() == self.master.untyped_storage().data_ptr():
+            self.updated(send_written=False)
+
+    def updated(self, *, send_written: bool) -> None:
+        """Note a new value of the master; ``send_written`` if the send buffer has it already."""
+        self.updates += 1
+        self.send_stale = not send_written and self.send is not self.master
+        # At N = 1 the full buffer may be the master itself, and so has changed under the graph.
+        self.mark(valid=False)
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def grad_buffer(self) -> torch.Tensor:
+        """The gradient shard, (S,) in the reduce dtype, allocated once."""
+        if self.grad is None:
+            self.grad = torch.zeros(
+                self.layout.shard_size, dtype=self.dtypes.reduce, device=self.device
+            )
+        return self.grad
+
+    def get_grad(self, index: int) -> Sharded | None:
+        """The gradient of parameter ``index`` as a sharded tensor, or None."""
+        self.on_grad_read()
+        if not self.has_grad[index]:
+            return None
+        cached = self._grads[index]
+        if cached is None:
+            begin, end, _ = self._locals[index]
+            cached = self._grads[index] = Sharded(self.grad_buffer()[begin:end], self, index)
+        return cached
+
+    def set_grad(self, index: int, value: torch.Tensor | None) -> None:
+        """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
+        self.on_grad_write()
+        if value is None:
+            self.has_grad[index] = False
+            return
+        if isinstance(value, Sharded) and (value.flat is not self or value.segment != index):
+            raise InputError(f"{self.names[index]}: this is the gradient of {value.fqn}")
+        if value is not self._grads[index]:
+            begin, end, _ = self._locals[index]
+            target = Sharded(self.grad_buffer()[begin:end], self, index)
+            target.copy_(value)
+        self.has_grad[index] = True
+
+    def present(self) -> list[bool]:
+        """Of each parameter: whether this rank's backward has left a gradient for it."""
+        if not self.leaves:  # the unit has not been used on this rank
+            return [False] * len(self.params)
+        return [leaf.grad is not None for leaf in self.leaves]
+
+    def pack(self, packed: torch.Tensor, scale: float) -> None:
+        """Write the leaves' gradients, times ``scale``, into ``packed`` (N * S,) and free them."""
+        segments = self.layout.segments[: len(self.leaves)]
+        grads = [
+            None if leaf.grad is None else segment.physical(leaf.grad)
+            for leaf, segment in zip(self.leaves, segments, strict=True)
+        ]
+        ops.pack_(packed, grads, [segment.offset for segment in segments], scale)
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def prepare_sum(self) -> bool:
+        """Make the gradient shard ready to be added to; False where it is to be overwritten."""
+        if not any(self.has_grad):
+            return False
+        for index, present in enumerate(self.has_grad):
+            if not present:  # dropped since: its stale values must not enter the sum
+                begin, end, _ = self._locals[index]
+                self.grad_buffer()[begin:end].zero_()
+        return True
+
+
+def user_attributes(param: torch.Tensor) -> dict[str, object]:
+    """What user code has set on a parameter."""
+    own = ("local", "flat", "segment", "_is_param")
+    return {name: value for name, value in param.__dict__.items() if name not in own}
+
+
+def _alias(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory under a version counter of its own."""
+    alias = torch.empty(0, dtype=memory.dtype, device=memory.device)
+    return alias.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, (1,))
+
+
+def _leaf_hook(on_leaf_grad: Callable[[int], None], index: int) -> Callable[[torch.Tensor], None]:
+    def hook(leaf: torch.Tensor) -> None:
+        on_leaf_grad(index)
+
+    return hook

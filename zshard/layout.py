@@ -1,0 +1,98 @@
+"""Where every parameter lies in a unit's flat buffer, and which part of it a rank owns.
+
+The arithmetic itself is csrc/layout.h, shared with the host tests; this is its typed face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import _C
+
+
+class Segment(NamedTuple):
+    """One parameter's range in its flat buffer, in elements."""
+
+    offset: int  # a multiple of 32 elements, so that views keep the alignment torch allocates with
+    numel: int
+    shape: torch.Size  # the parameter's global shape
+    stride: tuple[int, ...]  # dense strides: the segment keeps the parameter's own memory order
+
+    def physical(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` (of ``shape``) with its dimensions in the segment's memory order."""
+        if not self._permuted:
+            return tensor
+        return tensor.permute(self.order)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the slowest to the fastest in memory."""
+        return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
+
+    @property
+    def _permuted(self) -> bool:
+        # Dimensions of size 1 or less have no place in memory, so their strides decide nothing.
+        strides = [s for s, n in zip(self.stride, self.shape, strict=True) if n > 1]
+        return strides != sorted(strides, reverse=True)
+
+
+class Local(NamedTuple):
+    """The part of a segment that lies in one rank's shard, in elements."""
+
+    begin: int  # in the shard
+    end: int
+    skip: int  # elements of the segment that lie in earlier ranks' shards
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The segments of one flat buffer, cut into ``world_size`` shards of equal size."""
+
+    segments: tuple[Segment, ...]
+    shard_size: int  # S, elements
+    world_size: int  # N
+
+    @classmethod
+    def of(cls, params: Sequence[torch.Tensor], world_size: int) -> Layout:
+        """Lay ``params`` out in order."""
+        flat = _C.flat_layout([p.numel() for p in params], world_size)
+        segments = tuple(
+            Segment(offset, p.numel(), p.shape, dense_stride(p))
+            for p, offset in zip(params, flat.offsets, strict=True)
+        )
+        return cls(segments, flat.shard_size, world_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full buffer, N * S, padding included."""
+        return self.shard_size * self.world_size
+
+    @property
+    def padding(self) -> int:
+        """Elements of the full buffer that belong to no parameter."""
+        return self.numel - sum(s.numel for s in self.segments)
+
+    def local(self, index: int, rank: int) -> Local:
+        """The part of segment ``index`` in the shard of ``rank``; empty where begin == end."""
+        segment = self.segments[index]
+        low, high = rank * self.shard_size, (rank + 1) * self.shard_size
+        begin = min(max(segment.offset, low), high)
+        end = min(max(segment.offset + segment.numel, begin), high)
+        skip = min(max(begin - segment.offset, 0), segment.numel)
+        return Local(begin - low, end - low, skip)
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's own strides if its elements fill one block of memory, else contiguous ones."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tuple(torch.empty(tensor.shape, device="meta").stride())
+        expected *= size
+    return tuple(tensor.stride())

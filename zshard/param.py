@@ -1,0 +1,199 @@
+"""The sharded parameter: global shape and identity outside, this rank's 1-D slice inside.
+
+[Note: one object, two faces]
+``wrap`` swaps the *contents* of every parameter (torch.utils.swap_tensors), so that the object
+which optimizers, hooks and user code hold is the sharded parameter. While a unit is gathered its
+modules hold other Parameters, the leaves, which are views of the full buffer; autograd only ever
+sees those. A sharded parameter is never part of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .errors import InputError, ShardedAccessError
+
+if TYPE_CHECKING:
+    from .flat import Flat
+
+# Elementwise, but without torch's `pointwise` tag: copies, constructors like their argument, and
+# the multi-tensor and fused optimizer kernels.
+_ELEMENTWISE = frozenset(
+    "aten::" + name
+    for name in (
+        *("_to_copy", "alias", "clone", "copy_", "detach", "detach_", "fill_", "lerp_", "zero_"),
+        *("empty_like", "full_like", "ones_like", "zeros_like"),
+        *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+    )
+)
+_NOT_ELEMENTWISE_FOREACH = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
+
+
+class Sharded(torch.Tensor):
+    """A tensor of a parameter's global shape of which this rank holds a slice.
+
+    The parameter itself, its gradient and its optimizer states are of this class. Elementwise
+    operations act on the local slices; anything that needs the whole tensor raises
+    ShardedAccessError. ``dtype`` is the parameter's own; ``local`` has the master's (or, for a
+    gradient, the reduce dtype).
+    """
+
+    local: torch.Tensor  # 1-D, this rank's slice in the flat buffer's memory order
+    flat: Flat
+    segment: int  # index of its segment in the flat buffer
+    _is_param: bool  # what isinstance(x, torch.nn.Parameter) looks at
+
+    # A subclass that keeps torch's functions as they are: only __torch_dispatch__ intervenes.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, flat: Flat, segment: int, *, is_param: bool = False
+    ) -> Sharded:
+        """Wrap ``local``, this rank's slice of segment ``segment`` of ``flat``."""
+        place = flat.layout.segments[segment]
+        self: Sharded = torch.Tensor._make_wrapper_subclass(
+            cls,
+            place.shape,
+            strides=place.stride,
+            dtype=flat.dtypes.param,
+            device=flat.device,
+            requires_grad=is_param and flat.requires_grad,
+        )
+        self.local, self.flat, self.segment, self._is_param = local, flat, segment, is_param
+        return self
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced gradient, sharded like the parameter; None where the plain model's is."""
+        return self.flat.get_grad(self.segment) if self._is_param else None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self._is_param:
+            self.flat.set_grad(self.segment, value)
+
+    @property
+    def fqn(self) -> str:
+        """The parameter's fully qualified name in the wrapped model."""
+        return self.flat.names[self.segment]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        kind = "parameter" if self._is_param else "tensor"
+        return (
+            f"zshard {kind} {self.fqn!r} {tuple(self.shape)} {self.dtype}, "
+            f"{self.local.numel()} of {self.numel()} elements on this rank"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ShardedAccessError(
+            f"{self.fqn}: a wrapped model cannot be deep-copied: its parameters are shards of flat "
+            "buffers. Copy the plain model before zshard.wrap, or read whole parameters with "
+            "zshard.full_params(model)."
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardedAccessError(
+            f"{self.fqn}: a sharded tensor cannot be pickled. Take whole tensors inside "
+            "zshard.full_params(model) and save those."
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        sharded = _sharded_arguments(args, kwargs)
+        _refuse_whole_tensor_ops(func, sharded)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Sharded):
+            args = (args[0], _own_slice(args[0], args[1]), *args[2:])
+            sharded = _sharded_arguments(args, kwargs)
+        locals_, local_kwargs = tree_map(_local_of(func, sharded[0]), (args, kwargs))
+        result = func(*locals_, **local_kwargs)
+        if func._schema.is_mutable:
+            for written in _mutated(func, args, kwargs):
+                written.flat.master_written(written.local)
+            return args[0] if func._schema.returns else None
+        return tree_map(_wrap_like(sharded), result)
+
+
+def _sharded_arguments(args: object, kwargs: object) -> list[Sharded]:
+    found: list[Sharded] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, Sharded) else None, (args, kwargs))
+    return found
+
+
+def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
+    name = func._schema.name
+    foreach = name.startswith("aten::_foreach_") and not name.startswith(_NOT_ELEMENTWISE_FOREACH)
+    if foreach or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        return
+    raise ShardedAccessError(
+        f"{name} needs the whole of {sharded[0].fqn!r} {tuple(sharded[0].shape)}, of which this "
+        f"rank holds {sharded[0].local.numel()} elements. Read or change whole parameters inside "
+        "zshard.full_params(model); clip with zshard.clip_grad_norm_(model, ...)."
+    )
+
+
+def _own_slice(target: Sharded, source: object) -> object:
+    """What of ``source`` goes into ``target``: a whole tensor gives this rank's slice of it."""
+    if not isinstance(source, torch.Tensor) or isinstance(source, Sharded) or source.ndim == 0:
+        return source
+    segment = target.flat.layout.segments[target.segment]
+    if source.shape != segment.shape:
+        raise InputError(
+            f"{target.fqn}: cannot copy a tensor of shape {tuple(source.shape)} into a parameter "
+            f"of shape {tuple(segment.shape)}"
+        )
+    whole = segment.physical(source).reshape(-1)
+    skip = target.flat.local(target.segment).skip
+    return whole[skip : skip + target.local.numel()]
+
+
+def _local_of(func: Any, first: Sharded) -> Callable[[object], object]:
+    def local(x: object) -> object:
+        if isinstance(x, Sharded):
+            return x.local
+        if isinstance(x, torch.Tensor) and x.ndim > 0 and func is not torch.ops.aten.copy_.default:
+            raise ShardedAccessError(
+                f"{func._schema.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
+                f"{tuple(x.shape)}. An optimizer's state must be made after zshard.wrap; other "
+                "whole tensors belong inside zshard.full_params(model)."
+            )
+        return x
+
+    return local
+
+
+def _mutated(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:
+    """The sharded arguments that ``func``'s schema says it writes."""
+    written: list[Sharded] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written += _sharded_arguments(value, None)
+    return written
+
+
+def _wrap_like(sharded: list[Sharded]) -> Callable[[object], object]:
+    in_order = iter(sharded)
+
+    def wrap(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        like = next(in_order, sharded[0])
+        return Sharded(x, like.flat, like.segment)
+
+    return wrap

@@ -1,0 +1,108 @@
+"""The memory of gathered units and of reductions: owned here, allocated once, reused for ever.
+
+[Note: a unit keeps its slot]
+Autograd holds views of a unit's full buffer from forward to backward, so a unit must be gathered
+into the same memory again. A unit therefore keeps the slot that it was given first, its home. With
+1 + prefetch slots handed out in turn, neighbours in the order of execution never share one, and
+the next unit's gather never waits for the running one. The root, which is gathered for as long
+as any other unit is, has a slot of its own. Only a unit that finds its home in use (a
+unit inside another, an order that changed) moves to another slot, which outdates the views that a
+graph may hold; see [Note: the version counter guards a gathered buffer].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class Slot:
+    """Memory for one full buffer."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.owner: Unit | None = None
+
+
+class Pool:
+    """The slots of a model's full buffers, and the two buffers of the reduction in flight.
+
+    Args:
+        slots: how many there are besides the root's in steady state, 1 + prefetch.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._device, self._regular = device, slots
+        self._slot_bytes = self._root_bytes = 0
+        self.root_slot: Slot | None = None
+        self.slots: list[Slot] = []
+        self._next = 0
+        self.allocations = 0
+        self.peak_live = 0
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def reserve(self, full_bytes: Sequence[int]) -> None:
+        """Size the slots for units of these many bytes, the root first; allocate nothing yet."""
+        self._root_bytes = full_bytes[0]
+        self._slot_bytes = max(full_bytes[1:], default=0)
+
+    def own_slot(self) -> Slot:
+        """The root's slot."""
+        if self.root_slot is None:
+            self.allocations += 1
+            self.root_slot = Slot(self._root_bytes, self._device)
+        return self.root_slot
+
+    @property
+    def live(self) -> int:
+        """Slots that hold a unit now, the root's not counted."""
+        return sum(slot.owner is not None for slot in self.slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots, the root's too."""
+        slots = [*self.slots, *([self.root_slot] if self.root_slot else [])]
+        return sum(slot.memory.numel() for slot in slots)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the reduce buffers."""
+        return sum(memory.numel() for memory in self._scratch.values())
+
+    def free_slot(self, *, grow: bool) -> Slot | None:
+        """The next free slot in turn; a new one where none is free and ``grow`` allows it."""
+        while len(self.slots) < self._regular:
+            self.slots.append(self._new_slot())
+        count = len(self.slots)
+        for step in range(count):
+            slot = self.slots[(self._next + step) % count]
+            if slot.owner is None:
+                self._next = (self._next + step + 1) % count
+                return slot
+        if not grow:
+            return None
+        self.slots.append(self._new_slot())
+        return self.slots[-1]
+
+    def take(self, slot: Slot, unit: Unit) -> None:
+        """Give ``slot`` to ``unit``."""
+        slot.owner = unit
+        self.peak_live = max(self.peak_live, self.live)
+
+    def scratch(self, name: str, nbytes: int) -> torch.Tensor:
+        """The reduce buffer ``name``, at least ``nbytes`` long, (nbytes,) uint8."""
+        memory = self._scratch.get(name)
+        if memory is None or memory.numel() < nbytes:
+            self.allocations += 1
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._scratch[name] = memory
+        return memory[:nbytes]
+
+    def _new_slot(self) -> Slot:
+        self.allocations += 1
+        return Slot(self._slot_bytes, self._device)

@@ -1,0 +1,184 @@
+"""Gradients: packed and reduced unit by unit, in one order on every rank.
+
+Order of events for each trainable flat buffer: pack (one pass over the gradients, which are freed),
+exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum
+of squares and a non-finite flag. One exchange is in flight at a time, under the next unit's
+backward. After the last one a single small all-reduce tells every rank the global sum of squares,
+whether anything is not finite, and which parameters have a gradient on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import ops
+from .comm import Comm, Handle, Tag
+from .flat import Flat
+from .pool import Pool
+from .streams import Mark, compute_waits
+from .unit import Unit
+
+Note = Callable[[str, Unit], None]
+
+
+class _InFlight(NamedTuple):
+    """A reduction whose exchange has been started."""
+
+    flat: Flat
+    stats: torch.Tensor  # (2,) float64: sum of squares, non-finite flag
+    chunks: torch.Tensor  # (C, S) reduce dtype
+    handle: Handle | None  # None at N = 1
+    mark: Mark  # of the post-reduce pass, where that is already enqueued (CUDA)
+    scale: float
+
+
+class Reducer:
+    """Reduces the gradients of ``units`` (the unit map, outermost first) into their shards."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, pool: Pool, device: torch.device) -> None:
+        # Backward meets units in about the reverse of the unit map's order. The order is fixed, so
+        # ranks that use different subsets of the units still issue the same collectives.
+        self._order = [unit for unit in reversed(units) if unit.trainable]
+        self.flats = [f for unit in self._order for f in unit.flats if f.requires_grad]
+        self._comm, self._pool, self._device = comm, pool, device
+        self._next = 0
+        self._ready: set[Unit] = set()
+        self._in_flight: _InFlight | None = None
+        self._stats = torch.zeros(len(self.flats), 2, dtype=torch.float64, device=device)
+        self._present: list[bool] = []
+        self._summary: torch.Tensor | None = None  # (2 + parameters,) float64, being all-reduced
+        self._summary_handle: Handle | None = None
+        self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
+        self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
+        for flat in self.flats:
+            flat.on_grad_read = self.apply_scale
+            flat.on_grad_write = self.forget_norm
+
+    # --- one backward ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin a backward: what was left lazy from the last one is settled."""
+        self.settle()
+        if any(any(flat.has_grad) for flat in self.flats):
+            self.apply_scale()
+        self.grad_scale = None
+        self._next = 0
+        self._ready.clear()
+        self._present.clear()
+
+    def unit_done(self, unit: Unit, tag: Tag, note: Note) -> None:
+        """Reduce ``unit`` and those after it in the order that were only waiting for it."""
+        self._ready.add(unit)
+        while self._next < len(self._order) and self._order[self._next] in self._ready:
+            self._reduce(self._order[self._next], tag, note)
+            self._next += 1
+
+    def finish(self, tag: Tag, note: Note) -> None:
+        """End a backward: reduce what is left, and start telling the ranks what came out."""
+        for unit in self._order[self._next :]:
+            self.unit_done(unit, tag._replace(unit=unit.label), note)
+        self._land()
+        present = torch.tensor(self._present, dtype=torch.float64)
+        self._summary = torch.cat((self._stats.sum(0), present.to(self._device)))
+        if self._comm.size > 1 and self.flats:
+            tag = tag._replace(phase="reduce", unit="norm")
+            self._summary_handle = self._comm.all_reduce(self._summary, tag)
+
+    def settle(self) -> None:
+        """Take in what the last backward's all-reduce said, if that has not been done."""
+        if self._summary is None:
+            return
+        if self._summary_handle is not None:
+            self._summary_handle.wait()
+        summary, self._summary, self._summary_handle = self._summary, None, None
+        self._sum_of_squares = summary[0]
+        present = iter((summary[2:] != 0).tolist())
+        for flat in self.flats:
+            flat.has_grad = [had or next(present) for had in flat.has_grad]
+
+    def _reduce(self, unit: Unit, tag: Tag, note: Note) -> None:
+        for flat in unit.flats:
+            if flat.requires_grad:
+                self._land()  # its buffers are used again
+                note("pack", unit)
+                self._present += flat.present()
+                packed = self._buffer("packed", flat, self._comm.size)
+                # fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit
+                # gradients after it, in fp32, so that the division rounds nothing away.
+                early = flat.dtypes.reduce in (torch.float32, torch.float64)
+                mean = 1.0 / self._comm.size
+                flat.pack(packed, mean if early else 1.0)
+                note("reduce", unit)
+                self._exchange(flat, packed, 1.0 if early else mean, tag)
+
+    def _exchange(self, flat: Flat, packed: torch.Tensor, scale: float, tag: Tag) -> None:
+        stats = self._stats[self.flats.index(flat)]
+        if self._comm.size == 1 or flat.layout.numel == 0:
+            chunks = packed.view(self._comm.size, -1)
+            self._post(_InFlight(flat, stats, chunks, None, None, scale))
+            return
+        chunks = self._buffer("chunks", flat, self._comm.chunks).view(self._comm.chunks, -1)
+        handle = self._comm.exchange(chunks, packed, tag)
+        flight = _InFlight(flat, stats, chunks, handle, None, scale)
+        if self._device.type == "cuda":  # nothing blocks the host, so the lane goes straight on
+            with self._comm.reduce_lane.after_compute():
+                self._post(flight)
+            flight = flight._replace(mark=self._comm.reduce_lane.mark())
+        self._in_flight = flight
+
+    def _post(self, flight: _InFlight) -> None:
+        """The post-reduce pass: sum in rank order, accumulate, sum of squares, non-finite flag."""
+        if flight.handle is not None:
+            flight.handle.wait()
+        accumulate = flight.flat.prepare_sum()
+        acc = flight.flat.grad_buffer()
+        ops.reduce_(acc, flight.chunks, flight.scale, accumulate, flight.stats)
+
+    def _land(self) -> None:
+        """Complete the reduction in flight."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return
+        if self._device.type == "cuda":
+            compute_waits(flight.mark)
+        else:
+            self._post(flight)
+
+    def _buffer(self, name: str, flat: Flat, rows: int) -> torch.Tensor:
+        dtype = flat.dtypes.reduce
+        nbytes = rows * flat.layout.shard_size * dtype.itemsize
+        return self._pool.scratch(name, nbytes).view(dtype)
+
+    def abandon(self) -> None:
+        """Forget a backward that did not finish; its exchange still ends before the buffers do."""
+        if self._in_flight is not None and self._in_flight.handle is not None:
+            self._in_flight.handle.wait()
+        self._in_flight = None
+        self._next = len(self._order)
+
+    # --- what is known of the gradients ----------------------------------------------------------
+
+    @property
+    def sum_of_squares(self) -> torch.Tensor | None:
+        """0-d float64, of all gradients on all ranks; None if they were changed since."""
+        self.settle()
+        return self._sum_of_squares if self.grad_scale is None else None
+
+    def apply_scale(self) -> None:
+        """Multiply the gradients by the clip factor that zshard's optimizers apply on the fly."""
+        self.settle()
+        if self.grad_scale is not None:
+            for flat in self.flats:
+                if any(flat.has_grad):
+                    flat.grad_buffer().mul_(self.grad_scale)
+            self.grad_scale = None
+        # The caller gets hold of the gradient shards, and may change them.
+        self.forget_norm()
+
+    def forget_norm(self) -> None:
+        """Note that gradients may have changed since the reduction."""
+        self.settle()
+        self._sum_of_squares = None

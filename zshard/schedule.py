@@ -1,0 +1,292 @@
+"""The order of events of a training step: which unit is gathered, freed and reduced when.
+
+[Note: one step]
+Forward, for each unit as its module is called: wait for its gather, start the next unit's, compute,
+reshard. The root, which encloses all others, stays gathered until the end of backward, and so does
+the last unit of forward, which backward needs first. Backward, as the gradient reaches a unit's
+output: reshard the unit before, wait, start the gather of the next one in reverse order, compute;
+as its last gradient is there: reshard, pack, reduce. At the end: reduce what is left, in the fixed
+order. The next unit is known from the order in which the last forward ran.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from .comm import Comm, Tag
+from .errors import StateError
+from .param import Sharded
+from .pool import Pool
+from .precision import Precision
+from .reduction import Reducer
+from .structure import map_tensors, tensors_in
+from .trace import Trace
+from .unit import State, Unit
+
+
+class Phase(enum.Enum):
+    """Where in a step the model is."""
+
+    IDLE = "between forward and backward, or between steps"
+    FORWARD = "in the root's forward"
+    BACKWARD = "in a backward through the model"
+
+
+class Schedule:
+    """Runs the units of one wrapped model.
+
+    Args:
+        units: the unit map, the root first.
+        prefetch: how many units are gathered ahead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        comm: Comm,
+        pool: Pool,
+        precision: Precision,
+        prefetch: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
+        self.precision, self.prefetch = precision, prefetch
+        self.root = units[0]
+        self.reducer = Reducer(units, comm, pool, device)
+        self.phase = Phase.IDLE
+        self.step = 0
+        self.sync = True  # False inside no_sync: gradients stay on the leaves
+        self.whole = False  # True inside full_params: the modules hold whole parameters
+        self.trace: Trace | None = None
+        self._order: list[Unit] = []  # units as the last forward called them
+        self._recorded: list[Unit] = []
+        self._cursor = 0  # in _order: forward, the next entry; backward, the last one met
+        self._current: Unit | None = None  # whose backward was announced last
+        for unit in units:
+            unit.on_leaf_grad = self._leaf_grad
+            for flat in unit.flats:
+                flat.schedule = self
+            self._hook(unit)
+
+    def _hook(self, unit: Unit) -> None:
+        # First among the pre-hooks and last among the others, so that a user's hooks find the
+        # parameters gathered.
+        before = self._root_before if unit is self.root else self._before_hook(unit)
+        after = self._root_after if unit is self.root else self._after_hook(unit)
+        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(after)
+
+    def _before_hook(self, unit: Unit) -> Callable[..., None]:
+        return lambda module, args, kwargs: self._before(unit)
+
+    def _after_hook(self, unit: Unit) -> Callable[..., None]:
+        return lambda module, args, output: self._after(unit, output)
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def _root_before(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        if self._bypassed():
+            return None
+        if not _inside_backward():
+            if self.phase is not Phase.IDLE:  # the last forward or backward raised
+                self.reset()
+            self.phase = Phase.FORWARD
+            self._recorded, self._cursor = [], 0
+            self._forget_last_forward()
+        self._obtain(self.root)
+        self._note("forward", self.root)
+        self._prefetch_forward()
+        if self.precision.cast_inputs and self.precision.compute is not None:
+            return map_tensors(self._cast_input, (args, kwargs))  # type: ignore[return-value]
+        return None
+
+    def _root_after(self, module: nn.Module, args: object, output: object) -> object:
+        if self._bypassed():
+            return None
+        if self.precision.output is not None:
+            output = map_tensors(self._cast_output, output)
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+            self._order = self._recorded
+        if not self._watch(self.root, output):
+            for unit in self.units:
+                self._release(unit)
+        return output
+
+    def _before(self, unit: Unit) -> None:
+        if self._bypassed():
+            return
+        self._obtain(unit)
+        self._note("forward", unit)
+        if self.phase is Phase.FORWARD:
+            self._recorded.append(unit)
+            if self._cursor < len(self._order) and self._order[self._cursor] is unit:
+                self._cursor += 1
+            self._prefetch_forward()
+
+    def _after(self, unit: Unit, output: object) -> None:
+        if self._bypassed() or unit.state is not State.GATHERED:
+            return
+        watched = self._watch(unit, output)
+        if self.phase is Phase.BACKWARD:
+            # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but
+            # gives way to the other units of a region that spans several.
+            unit.in_use = unit is self._current
+            return
+        last = self.phase is Phase.FORWARD and self._cursor == len(self._order) == len(
+            self._recorded
+        )
+        if not (watched and last):
+            self._release(unit)
+
+    def _watch(self, unit: Unit, output: object) -> bool:
+        """Have backward announce itself when it reaches ``output``; whether it can."""
+        watched = False
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(  # type: ignore[no-untyped-call]
+                        lambda grad: self._before_backward(unit)
+                    )
+                    watched = True
+        return watched
+
+    def _prefetch_forward(self) -> None:
+        for unit in self._order[self._cursor : self._cursor + self.prefetch]:
+            self._prefetch(unit)
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def _before_backward(self, unit: Unit) -> None:
+        """The gradient has reached an output of ``unit``: its backward is about to run."""
+        self._begin_backward()
+        if unit is self._current:
+            return  # another output of the same call
+        self._current = unit
+        for other in self.units[1:]:
+            # Autograd runs nodes in the reverse of forward's order, so a unit that does not enclose
+            # this one has nothing left to compute here.
+            if other.in_use and other is not unit and not other.encloses(unit):
+                self._release(other)
+        self._obtain(unit)
+        self._note("backward", unit)
+        before = self._order[: self._cursor]
+        if unit in before:
+            self._cursor = len(before) - 1 - before[::-1].index(unit)
+        for ahead in self._order[max(self._cursor - self.prefetch, 0) : self._cursor][::-1]:
+            self._prefetch(ahead)
+
+    def _begin_backward(self) -> None:
+        if self.phase is Phase.BACKWARD:
+            return
+        self.phase = Phase.BACKWARD
+        self._cursor, self._current = len(self._order), None
+        for unit in self.units:
+            unit.fired.clear()
+            unit.in_use = False  # what forward has left gathered may go
+        if self.sync:
+            self.reducer.start()
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+
+    def _leaf_grad(self, unit: Unit) -> None:
+        self._begin_backward()
+        if not unit.all_fired:
+            return
+        if unit is not self.root and unit.may_free_early:
+            self._release(unit)
+        if self.sync:
+            self.reducer.unit_done(unit, self._tag("reduce", unit), self._note)
+
+    def _end_backward(self) -> None:
+        for unit in self.units:
+            self._release(unit)
+        if self.sync:
+            self.reducer.finish(self._tag("reduce", self.root), self._note)
+            self.step += 1
+        self.phase = Phase.IDLE
+
+    # --- units -----------------------------------------------------------------------------------
+
+    def _obtain(self, unit: Unit) -> None:
+        if unit.state is State.SHARDED:
+            self._gather(unit)
+        if unit.state is State.GATHERING:
+            self._note("wait", unit)
+            unit.wait()
+        unit.in_use = True
+
+    def _gather(self, unit: Unit) -> None:
+        self._note("gather", unit)
+        unit.gather(self._tag("gather", unit), move=self.phase is not Phase.BACKWARD)
+
+    def _prefetch(self, unit: Unit) -> None:
+        if unit.can_prefetch():
+            self._gather(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.state is not State.SHARDED:
+            self._note("reshard", unit)
+            unit.reshard()
+
+    def _forget_last_forward(self) -> None:
+        """Free what a forward without a backward has left gathered, or has an old value."""
+        for unit in self.units:
+            unit.in_use = False
+            if unit.outdated:
+                self._release(unit)
+
+    def parameters(self) -> list[Sharded]:
+        """Every sharded parameter, in the order of the units."""
+        return [param for unit in self.units for flat in unit.flats for param in flat.params]
+
+    def reset(self) -> None:
+        """Bring every unit back to SHARDED after an exception, and drop unfinished gradients."""
+        self.reducer.abandon()
+        for unit in self.units:
+            self._release(unit)
+            for flat in unit.flats:
+                for leaf in flat.leaves:
+                    leaf.grad = None
+        self.phase, self._current = Phase.IDLE, None
+
+    # --- small things ----------------------------------------------------------------------------
+
+    def _bypassed(self) -> bool:
+        """Whether the modules hold whole parameters, so that there is nothing to gather."""
+        if self.whole and torch.is_grad_enabled():
+            raise StateError(
+                "the model was called with gradients enabled inside zshard.full_params: gradients "
+                "of whole parameters go nowhere. Call it under torch.no_grad(), or outside."
+            )
+        return self.whole
+
+    def _tag(self, phase: str, unit: Unit) -> Tag:
+        return Tag(self.step, phase, unit.label)
+
+    def _note(self, phase: str, unit: Unit) -> None:
+        """Tell the trace, and the profiler, that ``phase`` begins for ``unit``."""
+        if self.trace is not None:
+            self.trace.add(phase, unit.label)
+        if torch._C._autograd._profiler_enabled():
+            with record_function(f"zshard::{phase} {unit.label}"):
+                pass
+
+    def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.precision.compute) if tensor.is_floating_point() else tensor
+
+    def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.precision.output) if tensor.is_floating_point() else tensor
+
+
+def _inside_backward() -> bool:
+    """Whether this thread runs a backward, where activation checkpointing recomputes."""
+    return torch._C._current_graph_task_id() != -1

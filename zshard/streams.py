@@ -1,0 +1,43 @@
+"""Side streams and the events that order them; on CPU the same calls order nothing.
+
+On CPU a collective runs on the backend's own threads and its handle is waited for by the host, so
+a lane there is empty and a mark is None. The schedule is the same code on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+Mark = torch.cuda.Event | None
+
+
+class Lane:
+    """One side stream of the schedule."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def after_compute(self) -> Iterator[None]:
+        """Run the body on this lane, after what the compute stream has been given so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> Mark:
+        """The point that this lane has been given work up to."""
+        return None if self.stream is None else self.stream.record_event()
+
+
+def compute_waits(mark: Mark) -> None:
+    """Let the compute stream wait for ``mark``; the host goes on."""
+    if mark is not None:
+        torch.cuda.current_stream().wait_event(mark)

@@ -1,0 +1,239 @@
+"""A unit: the parameters gathered and freed together, and its states.
+
+[Note: the states of a unit]
+A state says what is in memory. SHARDED: this rank's shard of master, optimizer states and send
+buffer, and nothing else. GATHERING: also a slot, which an all-gather is writing. GATHERED: also
+the whole parameters in the slot, of which the modules' parameters are views. ``Unit._enter`` is
+the only function that changes a state, and refuses what the table does not list.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .comm import Comm, Handle, Tag
+from .errors import StateError
+from .flat import Flat
+from .pool import Pool, Slot
+
+
+class State(enum.Enum):
+    """What a unit has in memory; see [Note: the states of a unit]."""
+
+    SHARDED = "the shard alone"
+    GATHERING = "the shard, and a slot that an all-gather is writing"
+    GATHERED = "the shard, and the whole parameters in a slot"
+
+
+_LEGAL = {
+    State.SHARDED: (State.GATHERING,),
+    State.GATHERING: (State.GATHERED, State.SHARDED),
+    State.GATHERED: (State.SHARDED,),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One attribute of one module that holds a parameter of the unit."""
+
+    module: nn.Module
+    attribute: str
+    flat: int  # index into Unit.flats
+    segment: int  # index into the flat's segments
+
+    def install(self, param: torch.Tensor) -> None:
+        """Make ``param`` what the module finds under the attribute."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = param  # type: ignore[assignment]
+        else:  # a module that keeps books on assignment, as nn.LSTM does
+            setattr(self.module, self.attribute, param)
+
+
+class Unit:
+    """The parameters of ``module`` that no inner unit has.
+
+    Args:
+        name: the module's fully qualified name; "" is the root.
+        index: position in the order of the unit map, the same on every rank.
+        parent: the closest unit whose module contains this one's, None for the root.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        module: nn.Module,
+        parent: Unit | None,
+        flats: Sequence[Flat],
+        places: Sequence[Place],
+        comm: Comm,
+        pool: Pool,
+    ) -> None:
+        self.name, self.index, self.module, self.parent = name, index, module, parent
+        self.flats, self.places = tuple(flats), tuple(places)
+        self.state = State.SHARDED
+        self.in_use = False  # between the start and the end of a forward or backward of the module
+        self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
+        self.trainable = sum(len(f.params) for f in self.flats if f.requires_grad)
+        self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None
+        self._comm, self._pool = comm, pool
+        self._home: Slot | None = None
+        self._attached: Slot | None = None  # the slot that the leaves are views of
+        self._gathers: list[Handle] = []
+        self._holds: list[int] = []  # Flat.updates of the values being, or last, gathered
+
+    @property
+    def label(self) -> str:
+        """The name that traces and errors show."""
+        return self.name or "root"
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unit's full buffer, all flats together."""
+        return sum(_aligned(flat.full_bytes) for flat in self.flats)
+
+    def encloses(self, other: Unit) -> bool:
+        """Whether ``other``'s module lies inside this unit's."""
+        above = other.parent
+        while above is not None and above is not self:
+            above = above.parent
+        return above is self
+
+    # --- gather and reshard ----------------------------------------------------------------------
+
+    def can_prefetch(self) -> bool:
+        """Whether a gather now would neither allocate memory nor push another unit out."""
+        if self.state is not State.SHARDED:
+            return False
+        if not self._needs_slot:
+            return True
+        if self._home is None:
+            self._home = self._pool.free_slot(grow=False)
+        return self._home is not None and self._home.owner is None
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the unit is gathered with values that the master no longer has."""
+        return self.state is not State.SHARDED and any(
+            updates != flat.updates for updates, flat in zip(self._holds, self.flats, strict=True)
+        )
+
+    def gather(self, tag: Tag, *, move: bool) -> None:
+        """SHARDED -> GATHERING: take a slot and start the all-gathers into it.
+
+        Args:
+            move: whether the unit may change its home, which outdates views that a graph holds.
+        """
+        if self._needs_slot:
+            self._settle(move)
+        self._enter(State.GATHERING)
+        self._holds = [flat.updates for flat in self.flats]
+        for flat in self.flats:
+            flat.refresh_send()
+            if flat.base is None:  # N = 1: the send buffer is the whole unit
+                flat.attach(flat.send, self._leaf_done(flat))
+            if self._comm.size > 1 and flat.layout.numel > 0:
+                assert flat.recv is not None
+                self._gathers.append(self._comm.all_gather(flat.recv, flat.send, tag))
+
+    def wait(self) -> None:
+        """GATHERING -> GATHERED: the whole parameters become the modules' own."""
+        self._finish_gathers()
+        self._enter(State.GATHERED)
+        for flat in self.flats:
+            flat.mark(valid=True)
+        for place in self.places:
+            place.install(self.flats[place.flat].leaves[place.segment])
+
+    def reshard(self) -> None:
+        """GATHERED or GATHERING -> SHARDED: give the slot back."""
+        self._finish_gathers()
+        installed = self.state is State.GATHERED
+        self._enter(State.SHARDED)
+        self.in_use = False
+        for flat in self.flats:
+            flat.mark(valid=False)
+        if installed:
+            for place in self.places:
+                place.install(self.flats[place.flat].params[place.segment])
+        if self._home is not None and self._home.owner is self:
+            self._home.owner = None
+
+    def _enter(self, state: State) -> None:
+        if state not in _LEGAL[self.state]:
+            raise StateError(
+                f"unit {self.label!r}: {self.state.name} ({self.state.value}) cannot become "
+                f"{state.name} ({state.value}). Call zshard.reset(model) to shard every unit again."
+            )
+        self.state = state
+
+    @property
+    def _needs_slot(self) -> bool:
+        return self._comm.size > 1 and self.full_bytes > 0
+
+    def _finish_gathers(self) -> None:
+        while self._gathers:
+            self._gathers.pop().wait()
+
+    def _settle(self, move: bool) -> None:
+        """Own the home slot, or a new home; see [Note: a unit keeps its slot]."""
+        owner = self._home.owner if self._home is not None else None
+        if owner is not None and not owner.in_use:  # gathered ahead, and not what came next
+            owner.reshard()
+            owner = None
+        if owner is not None and self._attached is self._home and not move:
+            raise StateError(
+                f"unit {self.label!r} is needed in backward while unit {owner.label!r}, whose "
+                "memory it shares, is computing. Make the two one unit (zshard.wrap(units=...)), "
+                "or raise prefetch."
+            )
+        if self.parent is None:
+            self._home = self._pool.own_slot()
+        elif self._home is None or owner is not None:
+            self._home = self._pool.free_slot(grow=True)
+            assert self._home is not None
+        memory = self._home.memory
+        self._pool.take(self._home, self)
+        if self._attached is not self._home:
+            self._attached = self._home
+            begin = 0
+            for flat in self.flats:
+                end = begin + flat.full_bytes
+                flat.mark(valid=False)
+                flat.attach(memory[begin:end].view(flat.dtypes.compute), self._leaf_done(flat))
+                begin += _aligned(flat.full_bytes)
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def _leaf_done(self, flat: Flat) -> Callable[[int], None]:
+        position = self.flats.index(flat)
+
+        def done(segment: int) -> None:
+            self.fired.add((position, segment))
+            self.on_leaf_grad(self)
+
+        return done
+
+    @property
+    def all_fired(self) -> bool:
+        """Whether every trainable parameter has its gradient of this backward."""
+        return len(self.fired) == self.trainable
+
+    @property
+    def may_free_early(self) -> bool:
+        """Whether the whole parameters are done with once all gradients are there.
+
+        A node that reads a trainable weight also makes its gradient, so after the last gradient no
+        node is left that reads one. That says nothing of frozen weights.
+        """
+        return all(flat.requires_grad for flat in self.flats)
+
+
+def _aligned(nbytes: int) -> int:
+    """Flats of one slot begin where torch's allocators would put them, at 64 bytes."""
+    return -(-nbytes // 64) * 64

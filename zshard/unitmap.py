@@ -1,0 +1,192 @@
+"""Which parameters form a unit: the automatic map, and the ones a user can ask for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .errors import InputError, WrapError
+
+Units = str | Sequence[str] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter and every attribute that holds it."""
+
+    param: nn.Parameter
+    names: tuple[str, ...]  # every fully qualified name, in order of registration
+    places: tuple[tuple[nn.Module, str], ...]  # (module, attribute), one for each name
+
+    @property
+    def name(self) -> str:
+        """The first of its names, the one that it goes by."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit before it has any memory.
+
+    Attributes:
+        name: fully qualified name of the module; "" for the root.
+        parent: index of the unit around it in the map, None for the root.
+    """
+
+    name: str
+    module: nn.Module
+    parent: int | None
+    params: tuple[Owned, ...]
+
+
+def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) -> list[UnitSpec]:
+    """The units of ``model``, the root first, the rest in order of registration.
+
+    A parameter belongs to the innermost unit around it; one that several units share (a tied
+    weight) to the root, which is gathered while any of them is.
+
+    Raises:
+        InputError: for a ``units`` that cannot be understood or names no module of the model.
+    """
+    names = {name for name in unit_names(model, units) if name}
+    home: dict[str, int] = {"": 0}  # module name -> index of the innermost unit around it
+    parents: list[int | None] = [None]
+    found = [("", model)]
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        outer = home[name.rpartition(".")[0]]
+        home[name] = outer
+        if name in names:
+            home[name] = len(found)
+            parents.append(outer)
+            found.append((name, module))
+    params: list[list[Owned]] = [[] for _ in found]
+    for owned in owned_parameters(model, ignored):
+        around = {home[path.rpartition(".")[0]] for path in owned.names}
+        params[around.pop() if len(around) == 1 else 0].append(owned)
+    return _without_empty(
+        [
+            UnitSpec(name, module, parent, tuple(own))
+            for (name, module), parent, own in zip(found, parents, params, strict=True)
+        ]
+    )
+
+
+def owned_parameters(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[Owned]:
+    """The model's parameters in order of registration, each once."""
+    skip = {id(param) for param in ignored}
+    found: dict[int, tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None and id(param) not in skip:
+                _, names, places = found.setdefault(id(param), (param, [], []))
+                names.append(f"{prefix}.{attribute}" if prefix else attribute)
+                places.append((module, attribute))
+    return [Owned(param, tuple(names), tuple(places)) for param, names, places in found.values()]
+
+
+def unit_names(model: nn.Module, units: Units) -> list[str]:
+    """Fully qualified names of the modules that ``units`` makes units of."""
+    modules = dict(model.named_modules())
+    if units is None:
+        return _repeated_blocks(model)
+    if units == "model":
+        return []
+    if units == "layer":
+        return [n for n, m in modules.items() if any(p is not None for p in m._parameters.values())]
+    if isinstance(units, str):
+        raise InputError(
+            f"units={units!r}: expected None, 'model', 'layer', module classes, names, or a "
+            "callable (name, module) -> bool"
+        )
+    if callable(units) and not isinstance(units, type):
+        return [name for name, module in modules.items() if units(name, module)]
+    wanted = (units,) if isinstance(units, type) else tuple(units)
+    classes = tuple(u for u in wanted if isinstance(u, type))
+    names = {u for u in wanted if isinstance(u, str)}
+    if len(classes) + len(names) != len(set(wanted)):
+        raise InputError(f"units={units!r}: expected module classes or names of modules")
+    if unknown := sorted(names - modules.keys()):
+        raise InputError(f"units: the model has no module named {', '.join(unknown)}")
+    if classes and not any(isinstance(m, classes) for m in modules.values()):
+        raise InputError(f"units: no module of the model is a {' or a '.join(map(str, classes))}")
+    return [n for n, m in modules.items() if n in names or isinstance(m, classes)]
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    """Children with parameters of a ModuleList, Sequential or ModuleDict whose class is repeated.
+
+    Containers inside containers are looked into; a block is not.
+    """
+    blocks: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        repeated: Counter[type[nn.Module]] = Counter()
+        if isinstance(module, _CONTAINERS):
+            repeated.update(type(c) for c in module.children() if any(True for _ in c.parameters()))
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if not isinstance(child, _CONTAINERS) and repeated[type(child)] > 1:
+                blocks.append(path)
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return blocks
+
+
+def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:
+    """``specs`` without units that own nothing; the root stays, since its hooks frame a step."""
+    kept = [i for i, spec in enumerate(specs) if i == 0 or spec.params]
+    index = {old: new for new, old in enumerate(kept)}
+
+    def parent(i: int) -> int | None:
+        above = specs[i].parent
+        while above is not None and above not in index:
+            above = specs[above].parent
+        return None if above is None else index[above]
+
+    return [UnitSpec(specs[i].name, specs[i].module, parent(i), specs[i].params) for i in kept]
+
+
+def check_parameters(specs: Sequence[UnitSpec]) -> torch.device:
+    """The one device of all parameters.
+
+    Raises:
+        WrapError: for parameters that are wrapped already, have a gradient, lie on different
+            devices or on the meta device, or have a dtype that zshard does not shard.
+    """
+    devices: dict[torch.device, str] = {}
+    for spec in specs:
+        for owned in spec.params:
+            param = owned.param
+            if type(param) is not nn.Parameter:
+                raise WrapError(
+                    f"{owned.name} is a {type(param).__name__}, not a plain Parameter. Is part of "
+                    "the model wrapped already? Wrap a model once, at its root."
+                )
+            if param.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+                raise WrapError(
+                    f"{owned.name} has dtype {param.dtype}; zshard shards float32, bfloat16, "
+                    "float16 and float64. Name it in ignored=[...] to leave it whole."
+                )
+            if param.grad is not None:
+                raise WrapError(
+                    f"{owned.name} has a gradient already; call zero_grad() before zshard.wrap"
+                )
+            devices.setdefault(param.device, owned.name)
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise WrapError(f"parameters lie on different devices: {where}. Pass device=...")
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type == "meta":
+        raise WrapError(
+            f"{devices[device]} is on the meta device and has no values; materialise the model "
+            "first (model.to_empty(device=...), then initialise it)."
+        )
+    return device

@@ -1,0 +1,146 @@
+"""Whole tensors out of shards: parameters, gradients, and a context that lends them to the modules.
+
+All of these are collectives: every rank of the sharding group has to call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .comm import Comm, Tag
+from .errors import InputError, StateError
+from .flat import Flat
+from .schedule import Phase, Schedule
+from .unit import State
+from .wrap import schedule_of
+
+
+def full_param(model: nn.Module, name: str) -> torch.Tensor:
+    """The whole parameter ``name``: the master's value in the parameter's own dtype and shape.
+
+    Raises:
+        InputError: if the model has no such parameter.
+    """
+    schedule = schedule_of(model)
+    flat, index = _find(schedule, name)
+    return _whole(flat, index, _gather(flat, flat.master, schedule)).to(flat.dtypes.param)
+
+
+def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The whole reduced gradient of ``name``, in the reduce dtype; None where the plain model's is.
+
+    Raises:
+        InputError: if the model has no such parameter.
+    """
+    schedule = schedule_of(model)
+    flat, index = _find(schedule, name)
+    if flat.params[index].grad is None:
+        return None
+    return _whole(flat, index, _gather(flat, flat.grad_buffer(), schedule))
+
+
+@contextmanager
+def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
+    """Whole parameters in the modules of ``model``, on every rank, for the length of the context.
+
+    They are the masters' values in the parameters' own dtypes. The model may be called inside under
+    torch.no_grad(), on any rank, without communication.
+
+    Args:
+        write: take what the context leaves in the parameters as their new values. Every rank has
+            to leave the same values; each keeps its own shard of them.
+
+    Raises:
+        StateError: inside a forward or backward, or inside another full_params.
+    """
+    schedule = schedule_of(model)
+    if schedule.phase is not Phase.IDLE or schedule.whole:
+        raise StateError(
+            "zshard.full_params cannot be entered inside a forward, a backward or another "
+            f"full_params; the model is {schedule.phase.value}"
+        )
+    lent: list[list[list[nn.Parameter]]] = []
+    for unit in schedule.units:
+        if unit.state is not State.SHARDED:
+            unit.reshard()
+        lent.append([_lend(flat, schedule) for flat in unit.flats])
+        for place in unit.places:
+            place.install(lent[-1][place.flat][place.segment])
+    schedule.whole = True
+    try:
+        yield model
+    finally:
+        schedule.whole = False
+        for unit, params in zip(schedule.units, lent, strict=True):
+            for place in unit.places:
+                place.install(unit.flats[place.flat].params[place.segment])
+            if write:
+                for flat, whole in zip(unit.flats, params, strict=True):
+                    _take_back(flat, whole)
+
+
+def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's slice of every parameter's master: name -> 1-D view, in the master dtype.
+
+    The slices are in memory order and may be empty. Call ``mark_updated`` after writing any.
+    """
+    return {
+        name: param.local
+        for unit in schedule_of(model).units
+        for flat in unit.flats
+        for name, param in zip(flat.names, flat.params, strict=True)
+    }
+
+
+def mark_updated(model: nn.Module) -> None:
+    """Say that ``local_shards`` were written: the next gather sends the new values."""
+    for unit in schedule_of(model).units:
+        for flat in unit.flats:
+            flat.updated(send_written=False)
+
+
+def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
+    for unit in schedule.units:
+        for flat in unit.flats:
+            for index, names in enumerate(flat.all_names):
+                if name in names:
+                    return flat, index
+    raise InputError(f"the wrapped model has no parameter {name!r}")
+
+
+def _gather(flat: Flat, shard: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+    """The full buffer (N * S,) of ``shard`` (S,), in fresh memory."""
+    comm: Comm = schedule.comm
+    full = torch.empty(flat.layout.numel, dtype=shard.dtype, device=shard.device)
+    if comm.size == 1 or full.numel() == 0:
+        return full.copy_(shard)
+    comm.all_gather(full, shard, Tag(schedule.step, "gather", flat.names[0])).wait()
+    return full
+
+
+def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
+    """Parameter ``index`` out of the full buffer, as a tensor of its own."""
+    segment = flat.layout.segments[index]
+    view = torch.as_strided(full, segment.shape, segment.stride, segment.offset)
+    return view.clone(memory_format=torch.preserve_format)
+
+
+def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
+    full = _gather(flat, flat.master, schedule).to(flat.dtypes.param)
+    return [
+        nn.Parameter(
+            torch.as_strided(full, segment.shape, segment.stride, segment.offset),
+            requires_grad=flat.requires_grad,
+        )
+        for segment in flat.layout.segments
+    ]
+
+
+def _take_back(flat: Flat, whole: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for param, value in zip(flat.params, whole, strict=True):
+            param.copy_(value)

@@ -1,0 +1,182 @@
+"""``zshard.wrap``: from a plain model to one whose parameters are shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import agree
+from .comm import Comm, group_of
+from .errors import InputError, WrapError
+from .flat import Flat, user_attributes
+from .pool import Pool
+from .precision import Precision
+from .schedule import Schedule
+from .unit import Place, Unit
+from .unitmap import Owned, Units, UnitSpec, check_parameters, unit_map
+
+_STRATEGIES = {"zero3": "zero3", "full_shard": "zero3"}
+_WRAPPED: WeakKeyDictionary[nn.Module, Schedule] = WeakKeyDictionary()
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    strategy: str = "zero3",
+    units: Units = None,
+    precision: Precision | None = None,
+    mesh: dist.ProcessGroup | DeviceMesh | None = None,
+    comm: Literal["auto", "group"] = "auto",
+    prefetch: int = 1,
+    init: Literal["check", "broadcast", "trust"] = "check",
+    ignored: Iterable[str | nn.Parameter | nn.Module] | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Shard ``model`` over the ranks, in place.
+
+    Names, global shapes, Parameter objects and attributes set on them stay, so an optimizer built
+    before or after holds the live parameters. While a unit computes, its modules hold whole
+    parameters; between, they hold sharded ones.
+
+    Args:
+        model: any module, the same on every rank; the root of what is trained.
+        strategy: "zero3" (alias "full_shard").
+        units: what is gathered and freed together. None: the repeated blocks of every ModuleList
+            and Sequential, and one unit for the rest. "model": one unit. "layer": every module that
+            owns parameters. Or module classes, fully qualified names, or a callable
+            (name, module) -> bool.
+        precision: see ``Precision``; None keeps every parameter's own dtype.
+        mesh: the ranks to shard over: None (the default process group, or one rank if there is
+            none), a ProcessGroup, or a 1-D DeviceMesh.
+        comm: "group", the process group's collectives; "auto" picks the same.
+        prefetch: how many units are gathered ahead of the one that computes.
+        init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
+            0's values; "trust" does neither.
+        ignored: parameters (themselves, by name, or all of a module) to leave whole and unreduced.
+        device: where to move the model first; None leaves it.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        InputError: an argument that cannot be used.
+        WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices, on
+            the meta device, or not of a floating-point dtype.
+        MismatchError: on every rank, if the ranks' models differ.
+    """
+    _check_arguments(model, strategy, comm, prefetch, init)
+    precision = precision or Precision()
+    if device is not None:
+        model.to(device)
+    specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
+    where = check_parameters(specs)
+    transport = Comm(group_of(mesh), where)
+    if init == "broadcast":
+        agree.broadcast(specs, transport)
+    if init != "trust":
+        agree.check(specs, transport)
+    pool = Pool(1 + prefetch, where)
+    built: list[Unit] = []
+    for index, spec in enumerate(specs):
+        parent = None if spec.parent is None else built[spec.parent]
+        built.append(_shard(spec, index, parent, precision, transport, pool))
+    pool.reserve([unit.full_bytes for unit in built])
+    _WRAPPED[model] = Schedule(model, built, transport, pool, precision, prefetch, where)
+    return model
+
+
+def schedule_of(model: nn.Module) -> Schedule:
+    """The schedule of a wrapped model.
+
+    Raises:
+        WrapError: if ``model`` is not the module that zshard.wrap was given.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected a wrapped model, got a {type(model).__name__}")
+    if (schedule := _WRAPPED.get(model)) is None:
+        raise WrapError(f"this {type(model).__name__} is not wrapped; pass zshard.wrap's result")
+    return schedule
+
+
+def _check_arguments(
+    model: object, strategy: object, comm: object, prefetch: object, init: object
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
+    if model in _WRAPPED:
+        raise WrapError("this model is wrapped already; wrap a model once")
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
+        raise InputError(f"strategy={strategy!r}: expected one of {', '.join(_STRATEGIES)}")
+    if comm not in ("auto", "group"):
+        raise InputError(f"comm={comm!r}: expected 'auto' or 'group'")
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise InputError(f"prefetch={prefetch!r}: expected a whole number of units, 0 or more")
+    if init not in ("check", "broadcast", "trust"):
+        raise InputError(f"init={init!r}: expected 'check', 'broadcast' or 'trust'")
+
+
+def _ignored_parameters(
+    model: nn.Module, ignored: Iterable[str | nn.Parameter | nn.Module]
+) -> list[nn.Parameter]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found: list[nn.Parameter] = []
+    for item in ignored:
+        if isinstance(item, nn.Parameter):
+            found.append(item)
+        elif isinstance(item, nn.Module):
+            found += item.parameters()
+        elif item in named:
+            found.append(named[item])
+        else:
+            raise InputError(f"ignored: the model has no parameter {item!r}")
+    return found
+
+
+def _groups(spec: UnitSpec) -> list[list[Owned]]:
+    """The unit's parameters by (dtype, requires_grad): what one flat buffer can hold."""
+    groups: dict[tuple[torch.dtype, bool], list[Owned]] = {}
+    for owned in spec.params:
+        groups.setdefault((owned.param.dtype, owned.param.requires_grad), []).append(owned)
+    return list(groups.values())
+
+
+def _shard(
+    spec: UnitSpec,
+    index: int,
+    parent: Unit | None,
+    precision: Precision,
+    comm: Comm,
+    pool: Pool,
+) -> Unit:
+    """Build one unit and put its sharded parameters in place of the whole ones."""
+    flats: list[Flat] = []
+    places: list[Place] = []
+    for number, group in enumerate(_groups(spec)):
+        params = [owned.param for owned in group]
+        names = [owned.names for owned in group]
+        flat = Flat(names, params, precision.resolve(params[0].dtype), comm.rank, comm.size)
+        for segment, owned in enumerate(group):
+            _swap(owned, flat, segment)
+            places += [Place(m, attribute, number, segment) for m, attribute in owned.places]
+        flats.append(flat)
+    return Unit(spec.name, index, spec.module, parent, flats, places, comm, pool)
+
+
+def _swap(owned: Owned, flat: Flat, segment: int) -> None:
+    """Give the Parameter object the sharded contents; see [Note: one object, two faces]."""
+    sharded = flat.params[segment]
+    sharded.__dict__.update(user_attributes(owned.param))
+    try:
+        torch.utils.swap_tensors(owned.param, sharded)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise WrapError(
+            f"{owned.name} cannot be replaced: {error}. Something else holds it: an autograd graph "
+            "of an earlier forward (drop its outputs), or a weak reference."
+        ) from error
+    flat.params[segment] = owned.param  # type: ignore[call-overload]
