@@ -55,8 +55,8 @@ def clip_grad_norm_(
         norm = _norm(schedule, params, float(norm_type))
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise StateError(
-            f"the {norm_type}-norm of the gradients is {float(norm)}, so they cannot be clipped. "
-            "Skip the step, or pass error_if_nonfinite=False."
+            f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "
+            "be clipped. Skip the step, or pass error_if_nonfinite=False."
         )
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     if params is None:

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import CommError, InputError
 from .streams import Lane, Mark, compute_waits
 
-# torch 2.13 renamed it, and warns at every call by the old name.
+# torch 2.13 renamed these, and warns at every call by the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Tag(NamedTuple):
@@ -121,48 +122,45 @@ class Comm:
         return _NamedErrors(self.rank, self.size, op, tag)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Handle:
-        """Start gathering every rank's ``shard`` (S,) into ``full`` (N * S,)."""
-        self._count("all_gather", _bytes(shard) * (self.size - 1), tag)
+        """Start gathering every rank's ``shard`` (S,) into ``full`` (N * S,), both uint8.
+
+        The backend's threads may outlive the caller's tensors, so these have to be long-lived.
+        """
         with self.gather_lane.after_compute(), self.named_errors("all_gather", tag):
-            # gloo knows few dtypes, and a gather moves bytes.
-            work = _all_gather(
-                full.view(torch.uint8), shard.view(torch.uint8), self.group, async_op=not self._nccl
-            )
+            self._count("all_gather", _bytes(shard) * (self.size - 1), tag)
+            work = _all_gather(full, shard, self.group, async_op=not self._nccl)
             return Handle(self, work, self.gather_lane.mark(), "all_gather", tag)
 
-    def exchange(self, chunks: torch.Tensor, packed: torch.Tensor, tag: Tag) -> Handle:
-        """Start the communication of a reduce-scatter of ``packed`` (N * S,).
+    def exchange(
+        self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype, tag: Tag
+    ) -> Handle:
+        """Start the communication of a reduce-scatter of ``packed`` (N * S,), uint8 of ``dtype``.
 
-        ``chunks`` (C, S) receives what the caller then sums in rank order: with gloo the N ranks'
-        pieces of this rank's shard (gloo's own reduce_scatter is a whole all-reduce), with NCCL the
-        one sum. Runs on the reduce lane.
+        ``chunks`` (C * S,), likewise, receives what the caller then sums in rank order: with gloo
+        the N ranks' pieces of this rank's shard (gloo's own reduce_scatter is a whole all-reduce),
+        with NCCL the one sum. Runs on the reduce lane; both have to be long-lived.
         """
-        self._count("reduce_scatter", _bytes(packed) // self.size * (self.size - 1), tag)
         with self.reduce_lane.after_compute(), self.named_errors("reduce_scatter", tag):
+            self._count("reduce_scatter", _bytes(packed) // self.size * (self.size - 1), tag)
             if self._nccl:
-                work = dist.reduce_scatter_tensor(chunks[0], packed, group=self.group)
+                work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=self.group)
             else:
-                work = dist.all_to_all_single(
-                    chunks.view(-1).view(torch.uint8),
-                    packed.view(torch.uint8),
-                    group=self.group,
-                    async_op=True,
-                )
+                work = dist.all_to_all_single(chunks, packed, group=self.group, async_op=True)
             return Handle(self, work, self.reduce_lane.mark(), "reduce_scatter", tag)
 
     def all_reduce(self, value: torch.Tensor, tag: Tag, *, maximum: bool = False) -> Handle:
         """Start summing (or taking the maximum of) ``value`` over the ranks, in place."""
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         volume = 2 * _bytes(value) * (self.size - 1) // self.size
-        self._count("all_reduce", volume, tag)
         with self.reduce_lane.after_compute(), self.named_errors("all_reduce", tag):
+            self._count("all_reduce", volume, tag)
             work = dist.all_reduce(value, op, self.group, async_op=not self._nccl)
             return Handle(self, work, self.reduce_lane.mark(), "all_reduce", tag)
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
         """Replace ``value`` by rank 0's, in place."""
-        self._count("broadcast", _bytes(value) if self.rank == 0 else 0, tag)
         with self.named_errors("broadcast", tag):
+            self._count("broadcast", _bytes(value) if self.rank == 0 else 0, tag)
             dist.broadcast(value, group=self.group, group_src=0)
 
     def all_gather_object(self, value: object, tag: Tag) -> list[object]:
@@ -170,8 +168,8 @@ class Comm:
         if self.size == 1:
             return [value]
         out: list[object] = [None] * self.size
-        self._count("all_gather_object", 0, tag)
         with self.named_errors("all_gather_object", tag):
+            self._count("all_gather_object", 0, tag)
             dist.all_gather_object(out, value, self.group)
         return out
 

@@ -35,8 +35,10 @@ class Flat:
     Attributes:
         master: (S,) master dtype, the authority.
         send: (S,) compute dtype, what the all-gather sends; the master itself where dtypes agree.
+        sent: the same memory as bytes, for the collective. (gloo knows few dtypes.)
         grad: (S,) reduce dtype, this rank's reduced gradients; None until the first reduction.
         base: (N * S,) compute dtype, the full buffer; the leaves are views of it.
+        recv: the same memory as bytes, for the collective.
         params: the sharded parameters; leaves: what the modules hold while gathered.
     """
 
@@ -50,6 +52,7 @@ class Flat:
     ) -> None:
         self.all_names = tuple(all_names)  # tied parameters have several
         self.names = tuple(names[0] for names in all_names)
+        self.unit_label = ""  # set by the unit
         self.schedule: Schedule  # set by the schedule that takes the unit over
         self.dtypes = dtypes
         self.device = params[0].device
@@ -60,6 +63,7 @@ class Flat:
         self.master = self._shard_of(params)
         same = dtypes.compute == dtypes.master
         self.send = self.master if same else torch.empty_like(self.master, dtype=dtypes.compute)
+        self.sent = self.send.view(torch.uint8)
         self.send_stale = not same
         self.updates = 0
         self.params = [
@@ -107,12 +111,11 @@ class Flat:
         """Make ``memory`` (N * S,) the full buffer, and new leaves as views of it."""
         # Two aliases of one memory: the collective writes `recv`, whose version counter nobody
         # looks at; see [Note: the version counter guards a gathered buffer] for `base`'s.
-        self.recv = _alias(memory)
+        self.recv = _alias(memory).view(torch.uint8)
         self.base = _alias(memory)
         self.leaves = []
         for index, segment in enumerate(self.layout.segments):
-            view = torch.as_strided(self.base, segment.shape, segment.stride, segment.offset)
-            leaf = Parameter(view, requires_grad=self.requires_grad)
+            leaf = Parameter(segment.view_of(self.base), requires_grad=self.requires_grad)
             leaf.__dict__.update(user_attributes(self.params[index]))
             if self.requires_grad:
                 leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -168,6 +171,8 @@ class Flat:
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
         self.on_grad_write()
+        if self.leaves:  # what no_sync has held back goes with it
+            self.leaves[index].grad = None
         if value is None:
             self.has_grad[index] = False
             return

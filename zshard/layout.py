@@ -28,6 +28,12 @@ class Segment(NamedTuple):
             return tensor
         return tensor.permute(self.order)
 
+    def view_of(self, full: torch.Tensor) -> torch.Tensor:
+        """The parameter as a view of its flat buffer ``full`` (N * S,)."""
+        # as_strided counts from the start of the storage, which other flats may share.
+        offset = full.storage_offset() + self.offset
+        return torch.as_strided(full, self.shape, self.stride, offset)
+
     @property
     def order(self) -> tuple[int, ...]:
         """The dimensions from the slowest to the fastest in memory."""

@@ -168,8 +168,10 @@ def _local_of(func: Any, first: Sharded) -> Callable[[object], object]:
         if isinstance(x, torch.Tensor) and x.ndim > 0 and func is not torch.ops.aten.copy_.default:
             raise ShardedAccessError(
                 f"{func._schema.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
-                f"{tuple(x.shape)}. An optimizer's state must be made after zshard.wrap; other "
-                "whole tensors belong inside zshard.full_params(model)."
+                f"{tuple(x.shape)}. In a forward: the parameter is used outside the module of its "
+                f"unit {first.flat.unit_label!r}; make the module that uses it a unit "
+                "(zshard.wrap(units=...)). In an optimizer: its state was made before zshard.wrap. "
+                "Elsewhere: work on whole parameters inside zshard.full_params(model)."
             )
         return x
 

@@ -13,7 +13,7 @@ graph may hold; see [Note: the version counter guards a gathered buffer].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -45,6 +45,7 @@ class Pool:
         self.allocations = 0
         self.peak_live = 0
         self._scratch: dict[str, torch.Tensor] = {}
+        self._scratch_bytes: dict[str, int] = {}
 
     def reserve(self, full_bytes: Sequence[int]) -> None:
         """Size the slots for units of these many bytes, the root first; allocate nothing yet."""
@@ -94,14 +95,17 @@ class Pool:
         slot.owner = unit
         self.peak_live = max(self.peak_live, self.live)
 
-    def scratch(self, name: str, nbytes: int) -> torch.Tensor:
-        """The reduce buffer ``name``, at least ``nbytes`` long, (nbytes,) uint8."""
-        memory = self._scratch.get(name)
-        if memory is None or memory.numel() < nbytes:
+    def reserve_scratch(self, *, packed: int, chunks: int) -> None:
+        """Size the two reduce buffers, in bytes; nothing is allocated yet."""
+        self._scratch_bytes = {"packed": packed, "chunks": chunks}
+
+    def scratch(self, name: Literal["packed", "chunks"], nbytes: int) -> torch.Tensor:
+        """The first ``nbytes`` of a reduce buffer, (nbytes,) uint8."""
+        if name not in self._scratch:
             self.allocations += 1
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self._scratch[name] = memory
-        return memory[:nbytes]
+            size = self._scratch_bytes[name]
+            self._scratch[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._scratch[name][:nbytes]
 
     def _new_slot(self) -> Slot:
         self.allocations += 1

@@ -35,6 +35,15 @@ class _InFlight(NamedTuple):
     scale: float
 
 
+class _Buffers(NamedTuple):
+    """The two reduce buffers as one flat uses them."""
+
+    packed: torch.Tensor  # (N * S,) reduce dtype
+    sent: torch.Tensor  # the same as bytes
+    chunks: torch.Tensor  # (C, S) reduce dtype; at N = 1 the packed gradients themselves
+    received: torch.Tensor  # the same as bytes
+
+
 class Reducer:
     """Reduces the gradients of ``units`` (the unit map, outermost first) into their shards."""
 
@@ -47,12 +56,16 @@ class Reducer:
         self._next = 0
         self._ready: set[Unit] = set()
         self._in_flight: _InFlight | None = None
+        self._buffers: dict[Flat, _Buffers] = {}
         self._stats = torch.zeros(len(self.flats), 2, dtype=torch.float64, device=device)
         self._present: list[bool] = []
         self._summary: torch.Tensor | None = None  # (2 + parameters,) float64, being all-reduced
         self._summary_handle: Handle | None = None
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
+        reduced = [f.layout.numel * f.dtypes.reduce.itemsize for f in self.flats]
+        rows = [r * comm.chunks // comm.size for r in reduced] if comm.size > 1 else []
+        pool.reserve_scratch(packed=max(reduced, default=0), chunks=max(rows, default=0))
         for flat in self.flats:
             flat.on_grad_read = self.apply_scale
             flat.on_grad_write = self.forget_norm
@@ -97,7 +110,7 @@ class Reducer:
         self._sum_of_squares = summary[0]
         present = iter((summary[2:] != 0).tolist())
         for flat in self.flats:
-            flat.has_grad = [had or next(present) for had in flat.has_grad]
+            flat.has_grad = [next(present) or had for had in flat.has_grad]
 
     def _reduce(self, unit: Unit, tag: Tag, note: Note) -> None:
         for flat in unit.flats:
@@ -105,24 +118,21 @@ class Reducer:
                 self._land()  # its buffers are used again
                 note("pack", unit)
                 self._present += flat.present()
-                packed = self._buffer("packed", flat, self._comm.size)
+                buffers = self._buffers_of(flat)
                 # fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit
                 # gradients after it, in fp32, so that the division rounds nothing away.
                 early = flat.dtypes.reduce in (torch.float32, torch.float64)
                 mean = 1.0 / self._comm.size
-                flat.pack(packed, mean if early else 1.0)
+                flat.pack(buffers.packed, mean if early else 1.0)
                 note("reduce", unit)
-                self._exchange(flat, packed, 1.0 if early else mean, tag)
+                self._exchange(flat, buffers, 1.0 if early else mean, tag)
 
-    def _exchange(self, flat: Flat, packed: torch.Tensor, scale: float, tag: Tag) -> None:
+    def _exchange(self, flat: Flat, buffers: _Buffers, scale: float, tag: Tag) -> None:
         stats = self._stats[self.flats.index(flat)]
-        if self._comm.size == 1 or flat.layout.numel == 0:
-            chunks = packed.view(self._comm.size, -1)
-            self._post(_InFlight(flat, stats, chunks, None, None, scale))
-            return
-        chunks = self._buffer("chunks", flat, self._comm.chunks).view(self._comm.chunks, -1)
-        handle = self._comm.exchange(chunks, packed, tag)
-        flight = _InFlight(flat, stats, chunks, handle, None, scale)
+        handle = None
+        if self._comm.size > 1 and flat.layout.numel > 0:
+            handle = self._comm.exchange(buffers.received, buffers.sent, flat.dtypes.reduce, tag)
+        flight = _InFlight(flat, stats, buffers.chunks, handle, None, scale)
         if self._device.type == "cuda":  # nothing blocks the host, so the lane goes straight on
             with self._comm.reduce_lane.after_compute():
                 self._post(flight)
@@ -147,10 +157,18 @@ class Reducer:
         else:
             self._post(flight)
 
-    def _buffer(self, name: str, flat: Flat, rows: int) -> torch.Tensor:
-        dtype = flat.dtypes.reduce
-        nbytes = rows * flat.layout.shard_size * dtype.itemsize
-        return self._pool.scratch(name, nbytes).view(dtype)
+    def _buffers_of(self, flat: Flat) -> _Buffers:
+        """The views of the two reduce buffers that ``flat`` uses, made once."""
+        if (buffers := self._buffers.get(flat)) is None:
+            dtype, size = flat.dtypes.reduce, flat.layout.shard_size
+            sent = self._pool.scratch("packed", flat.layout.numel * dtype.itemsize)
+            packed, received, rows = sent.view(dtype), sent, 1
+            if self._comm.size > 1:
+                rows = self._comm.chunks
+                received = self._pool.scratch("chunks", rows * size * dtype.itemsize)
+            chunks = received.view(dtype).view(rows, size)
+            buffers = self._buffers[flat] = _Buffers(packed, sent, chunks, received)
+        return buffers
 
     def abandon(self) -> None:
         """Forget a backward that did not finish; its exchange still ends before the buffers do."""

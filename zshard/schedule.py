@@ -80,13 +80,13 @@ class Schedule:
         before = self._root_before if unit is self.root else self._before_hook(unit)
         after = self._root_after if unit is self.root else self._after_hook(unit)
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(after)
+        unit.module.register_forward_hook(after, with_kwargs=True)
 
     def _before_hook(self, unit: Unit) -> Callable[..., None]:
         return lambda module, args, kwargs: self._before(unit)
 
     def _after_hook(self, unit: Unit) -> Callable[..., None]:
-        return lambda module, args, output: self._after(unit, output)
+        return lambda module, args, kwargs, output: self._after(unit, (args, kwargs), output)
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -108,7 +108,9 @@ class Schedule:
             return map_tensors(self._cast_input, (args, kwargs))  # type: ignore[return-value]
         return None
 
-    def _root_after(self, module: nn.Module, args: object, output: object) -> object:
+    def _root_after(
+        self, module: nn.Module, args: object, kwargs: object, output: object
+    ) -> object:
         if self._bypassed():
             return None
         if self.precision.output is not None:
@@ -116,7 +118,7 @@ class Schedule:
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
             self._order = self._recorded
-        if not self._watch(self.root, output):
+        if not self._watch(self.root, (args, kwargs), output):
             for unit in self.units:
                 self._release(unit)
         return output
@@ -132,10 +134,10 @@ class Schedule:
                 self._cursor += 1
             self._prefetch_forward()
 
-    def _after(self, unit: Unit, output: object) -> None:
+    def _after(self, unit: Unit, inputs: object, output: object) -> None:
         if self._bypassed() or unit.state is not State.GATHERED:
             return
-        watched = self._watch(unit, output)
+        watched = self._watch(unit, inputs, output)
         if self.phase is Phase.BACKWARD:
             # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but
             # gives way to the other units of a region that spans several.
@@ -147,17 +149,18 @@ class Schedule:
         if not (watched and last):
             self._release(unit)
 
-    def _watch(self, unit: Unit, output: object) -> bool:
+    def _watch(self, unit: Unit, inputs: object, output: object) -> bool:
         """Have backward announce itself when it reaches ``output``; whether it can."""
-        watched = False
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(  # type: ignore[no-untyped-call]
-                        lambda grad: self._before_backward(unit)
-                    )
-                    watched = True
-        return watched
+        if not torch.is_grad_enabled():
+            return False
+        # What is passed through has no node of this unit behind it.
+        passed = {id(tensor) for tensor in tensors_in(inputs)}
+        watched = [t for t in tensors_in(output) if t.requires_grad and id(t) not in passed]
+        for tensor in watched:
+            tensor.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: self._before_backward(unit)
+            )
+        return bool(watched)
 
     def _prefetch_forward(self) -> None:
         for unit in self._order[self._cursor : self._cursor + self.prefetch]:
@@ -172,9 +175,9 @@ class Schedule:
             return  # another output of the same call
         self._current = unit
         for other in self.units[1:]:
-            # Autograd runs nodes in the reverse of forward's order, so a unit that does not enclose
-            # this one has nothing left to compute here.
-            if other.in_use and other is not unit and not other.encloses(unit):
+            # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
+            # nothing left to compute. One around it has; one inside may share its output tensor.
+            if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
                 self._release(other)
         self._obtain(unit)
         self._note("backward", unit)

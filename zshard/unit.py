@@ -76,6 +76,8 @@ class Unit:
     ) -> None:
         self.name, self.index, self.module, self.parent = name, index, module, parent
         self.flats, self.places = tuple(flats), tuple(places)
+        for flat in self.flats:
+            flat.unit_label = self.label
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
@@ -139,7 +141,7 @@ class Unit:
                 flat.attach(flat.send, self._leaf_done(flat))
             if self._comm.size > 1 and flat.layout.numel > 0:
                 assert flat.recv is not None
-                self._gathers.append(self._comm.all_gather(flat.recv, flat.send, tag))
+                self._gathers.append(self._comm.all_gather(flat.recv, flat.sent, tag))
 
     def wait(self) -> None:
         """GATHERING -> GATHERED: the whole parameters become the modules' own."""
@@ -183,14 +185,17 @@ class Unit:
     def _settle(self, move: bool) -> None:
         """Own the home slot, or a new home; see [Note: a unit keeps its slot]."""
         owner = self._home.owner if self._home is not None else None
-        if owner is not None and not owner.in_use:  # gathered ahead, and not what came next
+        pinned = self._attached is self._home and not move
+        # What was gathered ahead and did not come next gives way. In backward so does a unit whose
+        # checkpointed region is being recomputed: its own recomputation gathers it again.
+        if owner is not None and (not owner.in_use or (pinned and not owner.encloses(self))):
             owner.reshard()
             owner = None
-        if owner is not None and self._attached is self._home and not move:
+        if owner is not None and pinned:
             raise StateError(
-                f"unit {self.label!r} is needed in backward while unit {owner.label!r}, whose "
-                "memory it shares, is computing. Make the two one unit (zshard.wrap(units=...)), "
-                "or raise prefetch."
+                f"unit {self.label!r} is needed in backward while unit {owner.label!r} around it, "
+                "whose memory it shares, is computing. Make the two one unit "
+                "(zshard.wrap(units=...))."
             )
         if self.parent is None:
             self._home = self._pool.own_slot()

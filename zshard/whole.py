@@ -118,24 +118,21 @@ def _gather(flat: Flat, shard: torch.Tensor, schedule: Schedule) -> torch.Tensor
     full = torch.empty(flat.layout.numel, dtype=shard.dtype, device=shard.device)
     if comm.size == 1 or full.numel() == 0:
         return full.copy_(shard)
-    comm.all_gather(full, shard, Tag(schedule.step, "gather", flat.names[0])).wait()
+    tag = Tag(schedule.step, "gather", flat.names[0])
+    comm.all_gather(full.view(torch.uint8), shard.view(torch.uint8), tag).wait()
     return full
 
 
 def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
     """Parameter ``index`` out of the full buffer, as a tensor of its own."""
-    segment = flat.layout.segments[index]
-    view = torch.as_strided(full, segment.shape, segment.stride, segment.offset)
+    view = flat.layout.segments[index].view_of(full)
     return view.clone(memory_format=torch.preserve_format)
 
 
 def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
     full = _gather(flat, flat.master, schedule).to(flat.dtypes.param)
     return [
-        nn.Parameter(
-            torch.as_strided(full, segment.shape, segment.stride, segment.offset),
-            requires_grad=flat.requires_grad,
-        )
+        nn.Parameter(segment.view_of(full), requires_grad=flat.requires_grad)
         for segment in flat.layout.segments
     ]
 

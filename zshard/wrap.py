@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from .unit import Place, Unit
 from .unitmap import Owned, Units, UnitSpec, check_parameters, unit_map
 
 _STRATEGIES = {"zero3": "zero3", "full_shard": "zero3"}
-_WRAPPED: WeakKeyDictionary[nn.Module, Schedule] = WeakKeyDictionary()
+_SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
 
 
 def wrap(
@@ -87,7 +86,8 @@ def wrap(
         parent = None if spec.parent is None else built[spec.parent]
         built.append(_shard(spec, index, parent, precision, transport, pool))
     pool.reserve([unit.full_bytes for unit in built])
-    _WRAPPED[model] = Schedule(model, built, transport, pool, precision, prefetch, where)
+    schedule = Schedule(model, built, transport, pool, precision, prefetch, where)
+    setattr(model, _SCHEDULE, schedule)
     return model
 
 
@@ -99,7 +99,8 @@ def schedule_of(model: nn.Module) -> Schedule:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a wrapped model, got a {type(model).__name__}")
-    if (schedule := _WRAPPED.get(model)) is None:
+    schedule = getattr(model, _SCHEDULE, None)
+    if not isinstance(schedule, Schedule):
         raise WrapError(f"this {type(model).__name__} is not wrapped; pass zshard.wrap's result")
     return schedule
 
@@ -109,7 +110,7 @@ def _check_arguments(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
-    if model in _WRAPPED:
+    if hasattr(model, _SCHEDULE):
         raise WrapError("this model is wrapped already; wrap a model once")
     if not isinstance(strategy, str) or strategy not in _STRATEGIES:
         raise InputError(f"strategy={strategy!r}: expected one of {', '.join(_STRATEGIES)}")
