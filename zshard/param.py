@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map
 
-from .errors import InputError, ShardedAccessError
+from .errors import InputError, ShardedAccessError, StateError
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -81,6 +81,36 @@ class Sharded(torch.Tensor):
             self.flat.set_grad(self.segment, value)
 
     @property
+    def data(self) -> torch.Tensor:
+        """The same slice, without autograd; assigning copies values, of a whole tensor too."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            with torch.no_grad():
+                self.copy_(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained; fixed by zshard.wrap."""
+        return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Sharded:
+        """As torch's, but refused where it would change a wrapped parameter."""
+        if self._is_param and requires_grad != self.requires_grad:
+            raise StateError(
+                f"{self.fqn}: requires_grad cannot change after zshard.wrap, since trained and "
+                "frozen parameters lie in different flat buffers. Set it before wrapping."
+            )
+        super().requires_grad_(requires_grad)
+        return self
+
+    @property
     def fqn(self) -> str:
         """The parameter's fully qualified name in the wrapped model."""
         return self.flat.names[self.segment]
@@ -115,6 +145,11 @@ class Sharded(torch.Tensor):
     ) -> object:
         kwargs = kwargs or {}
         sharded = _sharded_arguments(args, kwargs)
+        if func is torch.ops.aten._to_copy.default and sharded[0]._is_param:
+            raise StateError(
+                f"{sharded[0].fqn}: dtype and device cannot change after zshard.wrap. Convert the "
+                "model before it, or pass device= and precision=zshard.Precision(...) to it."
+            )
         _refuse_whole_tensor_ops(func, sharded)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], Sharded):
             args = (args[0], _own_slice(args[0], args[1]), *args[2:])

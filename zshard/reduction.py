@@ -55,6 +55,7 @@ class Reducer:
         self._comm, self._pool, self._device = comm, pool, device
         self._next = 0
         self._ready: set[Unit] = set()
+        self._reduced: set[Unit] = set()
         self._in_flight: _InFlight | None = None
         self._buffers: dict[Flat, _Buffers] = {}
         self._stats = torch.zeros(len(self.flats), 2, dtype=torch.float64, device=device)
@@ -80,6 +81,7 @@ class Reducer:
         self.grad_scale = None
         self._next = 0
         self._ready.clear()
+        self._reduced.clear()
         self._present.clear()
 
     def unit_done(self, unit: Unit, tag: Tag, note: Note) -> None:
@@ -88,6 +90,10 @@ class Reducer:
         while self._next < len(self._order) and self._order[self._next] in self._ready:
             self._reduce(self._order[self._next], tag, note)
             self._next += 1
+
+    def has_reduced(self, unit: Unit) -> bool:
+        """Whether ``unit``'s gradients of this backward have been packed already."""
+        return unit in self._reduced
 
     def finish(self, tag: Tag, note: Note) -> None:
         """End a backward: reduce what is left, and start telling the ranks what came out."""
@@ -113,6 +119,7 @@ class Reducer:
             flat.has_grad = [next(present) or had for had in flat.has_grad]
 
     def _reduce(self, unit: Unit, tag: Tag, note: Note) -> None:
+        self._reduced.add(unit)
         for flat in unit.flats:
             if flat.requires_grad:
                 self._land()  # its buffers are used again

@@ -190,6 +190,11 @@ class Schedule:
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
             return
+        if torch.is_grad_enabled():
+            raise StateError(
+                "backward(create_graph=True) through a wrapped model: the gradients that zshard "
+                "reduces have no graph of their own. Differentiate twice before zshard.wrap."
+            )
         self.phase = Phase.BACKWARD
         self._cursor, self._current = len(self._order), None
         for unit in self.units:
@@ -202,9 +207,16 @@ class Schedule:
 
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin_backward()
-        if not unit.all_fired:
+        if self.sync and self.reducer.has_reduced(unit):
+            raise StateError(
+                f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
+                "had been reduced. It is used in several reentrant checkpoints; pass "
+                "use_reentrant=False to torch.utils.checkpoint."
+            )
+        # The root's reduction is the last in any case, and nothing would hide it.
+        if unit is self.root or not unit.all_fired:
             return
-        if unit is not self.root and unit.may_free_early:
+        if unit.may_free_early:
             self._release(unit)
         if self.sync:
             self.reducer.unit_done(unit, self._tag("reduce", unit), self._note)

@@ -76,9 +76,9 @@ def wrap(
     specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
     where = check_parameters(specs)
     transport = Comm(group_of(mesh), where)
-    if init == "broadcast":
+    if transport.size > 1 and init == "broadcast":
         agree.broadcast(specs, transport)
-    if init != "trust":
+    if transport.size > 1 and init != "trust":
         agree.check(specs, transport)
     pool = Pool(1 + prefetch, where)
     built: list[Unit] = []
