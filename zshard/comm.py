@@ -73,11 +73,13 @@ class Handle:
         compute_waits(self._mark)
 
 
-class _NamedErrors:
+class _NamedErrors(NamedTuple):
     """Turns the backend's error into one that names the collective and the rank that saw it."""
 
-    def __init__(self, rank: int, size: int, op: str, tag: Tag) -> None:
-        self._where = f"rank {rank} of {size}: {op} in {tag}"
+    rank: int
+    size: int
+    op: str
+    tag: Tag
 
     def __enter__(self) -> None:
         return None
@@ -87,8 +89,9 @@ class _NamedErrors:
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CommError):
             raise CommError(
-                f"{self._where} failed: {error}. Another rank has stopped, or runs a different "
-                "model or order of units; look at the first error among the ranks' logs."
+                f"rank {self.rank} of {self.size}: {self.op} in {self.tag} failed: {error}. Another"
+                " rank has stopped, or runs a different model or order of units; look at the first "
+                "error among the ranks' logs."
             ) from error
 
 
