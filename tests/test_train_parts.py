@@ -1,0 +1,101 @@
+"""What `zshard train` is made of: text, model, metrics and snapshots, each on its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from zshard.data import Corpus, find_files
+from zshard.errors import InputError
+from zshard.gpt import GPT, SIZES, GPTConfig, generate
+from zshard.metrics import MetricsLog, StepMetrics, read_metrics
+from zshard.options import TrainOptions
+from zshard.snapshot import Header, RankState, load_rank, save_snapshot
+
+
+def test_a_batch_is_a_function_of_seed_step_micro_step_and_rank_alone() -> None:
+    corpus = Corpus(torch.arange(5000).to(torch.uint8), torch.arange(64).to(torch.uint8), 1, 0)
+    where = {"seed": 1, "step": 2, "micro_step": 0, "rank": 1}
+    tokens, targets = corpus.train_batch(4, 16, **where)
+    assert torch.equal(corpus.train_batch(4, 16, **where).tokens, tokens)
+    assert torch.equal(targets[:, :-1], tokens[:, 1:])
+    assert torch.equal(targets, (tokens + 1) % 256)
+    for key in where:
+        other = corpus.train_batch(4, 16, **{**where, key: where[key] + 1})
+        assert not torch.equal(other.tokens, tokens), key
+
+
+def test_validation_batches_span_the_held_out_text_exactly() -> None:
+    corpus = Corpus(torch.zeros(99, dtype=torch.uint8), torch.arange(100).to(torch.uint8), 1, 0)
+    batches = [corpus.validation_batch(3, 9, index=i, count=4) for i in range(4)]
+    assert batches[0].tokens[0, 0] == 0
+    assert batches[-1].targets[-1, -1] == 99
+
+
+def test_a_folder_is_read_in_order_and_without_hidden_files(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "a.txt", "b/1.txt", ".hidden", ".git/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = [str(f.relative_to(tmp_path)) for f in find_files([str(tmp_path)])]
+    assert found == ["a.txt", "b/1.txt", "b/2.txt"]
+
+
+def test_a_snapshot_keeps_every_bit_and_deletes_the_oldest(tmp_path: Path) -> None:
+    shared = torch.randn(10)
+    master = {"w": shared[:7], "empty": shared[7:7], "b": shared[7:]}
+    state = {"exp_avg": torch.randn(7).to(torch.bfloat16), "step": torch.tensor(3.0), "n": 3}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0]}]
+    rank_state = RankState(master, {"state": {0: state}, "param_groups": groups})
+    for step in (1, 2, 3):
+        header = Header(step=step, ranks=1, checksum=7, options={})
+        path = save_snapshot(tmp_path, header, rank_state, rank=0, barrier=lambda: None)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000003"]
+    loaded = load_rank(path, rank=0, ranks=1)
+    assert {k: v.tolist() for k, v in loaded.master.items()} == {
+        k: v.tolist() for k, v in master.items()
+    }
+    assert loaded.optimizer["param_groups"] == groups
+    assert loaded.optimizer["state"][0]["n"] == 3
+    assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], state["exp_avg"])
+    (path / "rank-00000-of-00001.safetensors").write_bytes(b"cut short")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_rank(path, rank=0, ranks=1)
+
+
+def test_metrics_written_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [StepMetrics(s, 1 / s, 1.0, 0.1, 0.1, 10.0, 0.0) for s in (1, 2, 3)]
+    log = MetricsLog(path, resumed_at=0)
+    for line in lines:
+        log.write(line)
+    log.close()
+    path.write_text(path.read_text() + json.dumps({"step": 4})[:5])
+    MetricsLog(path, resumed_at=2).close()
+    assert read_metrics(path) == lines[:2]
+
+
+def test_the_gpt_is_causal_and_its_generation_depends_on_the_seed_alone() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=36, heads=3, context=16))
+    tokens = torch.randint(0, 256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+    def sample(seed: int) -> bytes:
+        device = torch.device("cpu")
+        return generate(model, b"ab", 24, context=16, device=device, seed=seed)
+
+    assert len(sample(0)) == 24
+    assert sample(0) == sample(0) != sample(1)
+
+
+@pytest.mark.parametrize("size", [s for s in SIZES if s.endswith("m")])
+def test_a_preset_has_the_size_its_name_says(size: str) -> None:
+    with torch.device("meta"):
+        model = GPT(TrainOptions(size=size).model_config())
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    assert millions == pytest.approx(float(size[:-1]), rel=0.03)

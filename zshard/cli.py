@@ -1,0 +1,193 @@
+"""The command line: ``zshard train`` and ``zshard info``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+from .data import check_size, find_files
+from .errors import CommError, Error, InputError
+from .gpt import SIZES
+from .job import Place
+from .launch import LOST_PEER, InterruptedJob, choose_ranks, launch
+from .options import TrainOptions, resolve
+
+_FAILED, _USAGE = 1, 2  # exit statuses
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 1 failed, 2 bad input, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    given = vars(_parser().parse_args(arguments))
+    if given.pop("command") == "info":
+        print(_info())
+        return 0
+    place = Place.from_environment()
+    status = _run_train(given, arguments, place)
+    if place is not None:
+        # gloo's threads may still drop the tensors of the last collective, for which they need the
+        # interpreter: a thread that finds it shutting down aborts the process. So it stays up.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _run_train(given: dict[str, object], arguments: Sequence[str], place: Place | None) -> int:
+    """Trains, reports an error in one line, and returns the exit status."""
+    name = "zshard" if place is None else f"zshard: rank {place.rank}"
+    try:
+        _train(given, arguments, place)
+    except KeyboardInterrupt:
+        return _interrupted(128 + signal.SIGINT)
+    except InterruptedJob as interruption:
+        return _interrupted(interruption.status)
+    except Error as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        if isinstance(error, CommError):
+            return LOST_PEER
+        return _USAGE if isinstance(error, InputError) else _FAILED
+    return 0
+
+
+def _interrupted(status: int) -> int:
+    print("\nzshard: interrupted; all ranks have ended", file=sys.stderr)
+    return status
+
+
+def _train(given: dict[str, object], arguments: Sequence[str], place: Place | None) -> None:
+    if "data" in given:
+        given["data"] = tuple(cast("list[str]", given["data"]))
+    options = resolve(given)
+    if place is None:
+        # Here what cannot be used is reported once, and before any process starts.
+        ranks = choose_ranks(options.ranks, options.device)
+        files = find_files(options.data)
+        check_size(sum(file.stat().st_size for file in files), len(files), options.seq)
+        if ranks > 1:
+            launch(ranks, arguments)
+            return
+        place = Place()
+    elif options.ranks not in (None, place.world_size):
+        raise InputError(
+            f"--ranks {options.ranks}: this job was started with {place.world_size} ranks"
+        )
+    from .train import train
+
+    train(options, place)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zshard", description="Trains models that do not fit on one device."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, how zshard was built, devices and backends")
+    _add_train(
+        commands.add_parser(
+            "train",
+            help="train a byte-level GPT on text",
+            description="Trains a byte-level GPT on text, sharded over this machine's ranks.",
+            # Only what is given explicitly: a resumed run takes the rest from its checkpoint.
+            argument_default=argparse.SUPPRESS,
+        )
+    )
+    return parser
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    defaults = TrainOptions()
+
+    def add(group: argparse._ArgumentGroup, name: str, kind: type, text: str) -> None:
+        value = getattr(defaults, name.replace("-", "_"))
+        shown = "" if value is None else f" (default: {value})"
+        group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text + shown)
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--size", choices=SIZES, help=f"preset (default: {defaults.size})")
+    add(model, "layers", int, "transformer blocks, in place of the preset's")
+    add(model, "width", int, "embedding width, in place of the preset's")
+    add(model, "heads", int, "attention heads, in place of the preset's")
+    model.add_argument(
+        "--tied-head", action="store_true", help="use the embedding's weights as the output layer"
+    )
+    model.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="recompute each block in the backward pass: less memory, more time",
+    )
+
+    sharding = parser.add_argument_group("sharding")
+    add(sharding, "ranks", int, "processes (default: one a GPU, or 2 on a machine without)")
+    sharding.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="default: cuda where there is a GPU"
+    )
+    sharding.add_argument(
+        "--strategy",
+        choices=("zero3",),
+        help=f"what is sharded (default: {defaults.strategy})",
+    )
+    sharding.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        help=f"of the computation; the master is always fp32 (default: {defaults.precision})",
+    )
+
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="files or folders (default: the source of Python's standard library)",
+    )
+    add(training, "steps", int, "optimizer steps")
+    add(training, "batch", int, "sequences a rank and micro-step")
+    add(training, "seq", int, "bytes a sequence")
+    add(training, "accumulate", int, "micro-steps whose gradients make one step")
+    add(training, "lr", float, "highest learning rate")
+    add(training, "weight-decay", float, "of the matrices")
+    add(training, "seed", int, "of the weights, the batches and the sample")
+
+    output = parser.add_argument_group("output")
+    add(output, "out", str, "folder for metrics, plot and checkpoints (default: runs/DATE-TIME)")
+    add(output, "resume", str, "go on from this checkpoint, or from the newest of this folder")
+    add(output, "eval-every", int, "steps between two validations")
+    add(output, "save-every", int, "steps between two checkpoints")
+    add(output, "sample", int, "bytes of text to generate at the end")
+
+
+def _info() -> str:
+    build = _C.build_info()
+    facts: dict[str, object] = {
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": torch.__version__,
+        "torch's CUDA": torch.version.cuda or "none: a CPU build",
+        "threads": torch.get_num_threads(),
+        **{f"build: {key}": value for key, value in build.items()},
+        "backends": ", ".join(
+            name
+            for name, there in {
+                "gloo": dist.is_gloo_available(),
+                "nccl": dist.is_nccl_available(),
+                "mpi": dist.is_mpi_available(),
+            }.items()
+            if there
+        ),
+    }
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        facts[f"GPU {index}"] = (
+            f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, "
+            f"sm_{properties.major}{properties.minor}"
+        )
+    width = max(map(len, facts))
+    return "\n".join(f"{key.ljust(width)}  {value}" for key, value in facts.items())

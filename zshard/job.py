@@ -1,0 +1,122 @@
+"""One rank's place in a job, and the few things that all ranks of ``zshard train`` do together."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from .errors import CommError, InputError
+
+_DEADLINE = timedelta(minutes=5)  # of one collective; ranks wait for one another no longer
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # number of the GPU, where there are GPUs
+
+    @classmethod
+    def from_environment(cls) -> Place | None:
+        """What the launcher or torchrun told this process; None when neither started it."""
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+        rank = int(os.environ["RANK"])
+        return cls(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def choose_device(device: str) -> str:
+    """The kind of device to use, "cuda" or "cpu": as asked, or by what the machine has ("auto").
+
+    Raises:
+        InputError: for "cuda" where torch sees no GPU.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise InputError(
+            f"--device cuda: torch {torch.__version__} sees no GPU here; use --device cpu"
+        )
+    return ("cuda" if available else "cpu") if device == "auto" else device
+
+
+class Job:
+    """The ranks of a job, seen from one of them."""
+
+    def __init__(self, place: Place, device: str) -> None:
+        """Takes the rank's device; joins the process group where there are several ranks."""
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.device = torch.device(device)
+        if device == "cuda":
+            self.device = torch.device("cuda", place.local_rank)
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            _follow_parent()
+            backend = "nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=_DEADLINE)
+
+    def mean(self, value: Tensor) -> float:
+        """The mean over ranks of a 0-d tensor, the same bits on every rank."""
+        if self.world_size > 1:
+            value = value.clone()
+            with self._named_errors("the mean loss"):
+                dist.all_reduce(value)
+            value /= self.world_size
+        return value.item()
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+        if self.world_size > 1:
+            with self._named_errors("a barrier"):
+                dist.barrier()
+
+    def gather(self, item: object) -> list[object]:
+        """Every rank's item, in rank order."""
+        if self.world_size == 1:
+            return [item]
+        items: list[object] = [None] * self.world_size
+        with self._named_errors("a report"):
+            dist.all_gather_object(items, item)
+        return items
+
+    def leave(self) -> None:
+        """Leaves the process group; for a rank that has done all its work."""
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+    def say(self, text: str) -> None:
+        """Prints on rank 0, above the progress bar."""
+        if self.rank == 0:
+            tqdm.write(text)
+
+    @contextlib.contextmanager
+    def _named_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {self.rank} of {self.world_size} lost another rank at {what}: {error}"
+            ) from error
+
+
+def _follow_parent() -> None:
+    """Lets this rank be killed when the process that launched it dies, however it dies.
+
+    Only Linux can; elsewhere a killed launcher leaves ranks that train on.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,127 @@
+"""Starts the ranks of a job on this machine, with torch's elastic agent underneath.
+
+Each rank is a process of its own: the same command line again, with RANK and WORLD_SIZE in its
+environment. So a job that ``torchrun -m zshard train`` starts takes the same path.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from .errors import Error, InputError
+from .job import choose_device
+
+LOST_PEER = 3  # exit status of a rank that only noticed another one's end
+_CPU_RANKS = 2
+_POLL_SECONDS = 0.1
+
+# `python -m zshard` would look for zshard in the current folder first, and in a checkout find the
+# one without the extension. The ranks import the zshard that started them.
+_BOOTSTRAP = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "sys.path[0] = sys.argv.pop(1); from zshard.cli import main; sys.exit(main())"
+)
+
+
+class LaunchError(Error):
+    """A rank ended the job; the message names it and says how it ended."""
+
+
+class InterruptedJob(Error):
+    """A signal ended the job; ``status`` is the exit status a shell expects for it."""
+
+    def __init__(self, received: signal.Signals) -> None:
+        """Takes the signal that the launcher received."""
+        self.status = 128 + received
+        super().__init__(f"ended by {received.name}")
+
+
+def choose_ranks(ranks: int | None, device: str) -> int:
+    """How many ranks to start: as asked, or one a GPU, or two on a machine without one.
+
+    Raises:
+        InputError: for more ranks than GPUs, or GPUs asked for where there are none.
+    """
+    gpus = torch.cuda.device_count() if choose_device(device) == "cuda" else 0
+    if ranks is None:
+        return gpus or _CPU_RANKS
+    if gpus and ranks > gpus:
+        raise InputError(
+            f"--ranks {ranks}: this machine has {gpus} GPUs and NCCL takes one rank on each; "
+            f"use --ranks {gpus}, or --device cpu"
+        )
+    return ranks
+
+
+def launch(
+    ranks: int,
+    arguments: Sequence[str],  # of the command line, after the program's name
+) -> None:
+    """Runs the command line on ``ranks`` processes and returns when all have ended well.
+
+    Raises:
+        LaunchError: when a rank failed; the others have been ended.
+        InterruptedJob: after Ctrl-C, SIGTERM or SIGHUP; all ranks have ended.
+    """
+    # Importing the agent takes a second, and only the process that launches needs it.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"zshard-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=_POLL_SECONDS,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    package_parent = str(Path(__file__).resolve().parent.parent)
+    command = ("-u", "-c", _BOOTSTRAP, package_parent, *arguments)
+    # The agent's loggers tell how it ends the ranks; the error raised here says why, in one line.
+    logging.disable(logging.ERROR)
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except SignalException as error:
+        raise InterruptedJob(error.sigval) from None
+    except ChildFailedError as error:
+        statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise LaunchError(describe_failure(statuses)) from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def describe_failure(
+    statuses: Mapping[int, int],  # rank -> exit status, negative for a signal
+) -> str:
+    """Names the rank that ended the job, and not one that only noticed."""
+
+    def suspicion(rank: int) -> int:
+        status = statuses[rank]
+        if status == -signal.SIGTERM:  # how the agent ends the others
+            return 3
+        return 2 if status == LOST_PEER else int(status > 0)
+
+    rank = min(statuses, key=suspicion)
+    status = statuses[rank]
+    if status < 0:
+        how = f"was killed by {signal.Signals(-status).name}"
+    else:
+        how = f"ended with exit status {status}; its error is above"
+    return f"rank {rank} {how}. The other ranks have been ended."
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

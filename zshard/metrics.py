@@ -1,0 +1,122 @@
+"""What a training run leaves to read: metrics as JSON lines, a loss plot, the memory table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step, a line of ``metrics.jsonl``."""
+
+    step: int  # 1 is the first
+    loss: float  # nats per byte, the mean over ranks and micro-steps, before the step's update
+    grad_norm: float  # before clipping
+    learning_rate: float
+    seconds: float  # wall clock of the step
+    tokens_per_second: float  # of all ranks
+    exposed_percent: float  # of the step's time that rank 0 waited for communication
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One measurement on the validation text, a line of ``metrics.jsonl`` too."""
+
+    step: int  # steps taken before it
+    validation_loss: float  # nats per byte
+
+
+Line = StepMetrics | Validation
+
+
+class MetricsLog:
+    """Appends to ``metrics.jsonl``; each line is on disk when ``write`` returns."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resumed_at: int,  # steps already taken; what an earlier run wrote after that is dropped
+    ) -> None:
+        """Opens the file; creates it when it is missing."""
+        kept = [m for m in read_metrics(path) if m.step <= resumed_at] if path.exists() else []
+        self._file = path.open("w", encoding="utf-8")
+        for metrics in kept:
+            self.write(metrics)
+
+    def write(self, metrics: Line) -> None:
+        """Appends one line."""
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """Reads a ``metrics.jsonl``; a last line that was cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [_parse(json.loads(line)) for line in lines[:-1]]
+
+
+def _parse(fields: dict[str, float]) -> Line:
+    kind = Validation if "validation_loss" in fields else StepMetrics
+    return kind(**fields)  # type: ignore[arg-type]
+
+
+def plot_loss(metrics: Sequence[Line], path: Path) -> None:
+    """Draws training and validation loss over the steps into a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [m for m in metrics if isinstance(m, StepMetrics)]
+    axes.plot([m.step for m in steps], [m.loss for m in steps], lw=0.8, label="training")
+    measured = [m for m in metrics if isinstance(m, Validation)]
+    losses = [m.validation_loss for m in measured]
+    axes.plot([m.step for m in measured], losses, "o-", label="validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png")
+
+
+class Held(NamedTuple):
+    """Bytes that one rank holds of the model, its gradients and its optimizer's state."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int = 0  # of gathered units and of reductions, at the peak
+
+
+def memory_table(
+    ranks: Sequence[Held],
+    ddp: Held,
+) -> str:
+    """A table of the bytes each rank holds, with what a DDP rank would hold in the last row."""
+    rows: list[tuple[str, ...]] = [("", *Held._fields[:3], "together", "+ buffers")]
+    named = [(f"rank {rank}", held) for rank, held in enumerate(ranks)]
+    for name, held in [*named, ("DDP", ddp)]:
+        sizes = (*held[:3], sum(held[:3]), held.buffers)
+        rows.append((name, *(f"{size / 1e6:,.2f} MB" for size in sizes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )
+
+
+def ddp_memory(
+    parameters: int,
+    *,
+    low_precision: bool,  # bf16 compute with an fp32 master and fp32 gradients
+) -> Held:
+    """What a DDP rank with AdamW holds: all of the model, its gradients and its states."""
+    weights = (4 + 2 * low_precision) * parameters
+    return Held(weights, 4 * parameters, 8 * parameters)

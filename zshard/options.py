@@ -1,0 +1,132 @@
+"""The options of ``zshard train``: their defaults, their checks, and what a resumed run keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import cast
+
+from .errors import InputError
+from .gpt import SIZES, GPTConfig
+from .snapshot import find_snapshot, read_header
+
+# What a resumed run may change: everything else decides the loss curve or the shards.
+_FREE_ON_RESUME = {"steps", "out", "resume", "device", "eval_every", "save_every", "sample"}
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """One training run. The command line's help explains each field."""
+
+    data: tuple[str, ...] = ()
+    size: str = "tiny"
+    layers: int | None = None  # None: from size
+    width: int | None = None
+    heads: int | None = None
+    tied_head: bool = False
+    activation_checkpointing: bool = False
+    ranks: int | None = None  # None: the launcher's choice
+    device: str = "auto"
+    strategy: str = "zero3"
+    precision: str = "fp32"
+    steps: int = 400
+    batch: int = 8  # sequences a rank and micro-step
+    seq: int = 128  # bytes a sequence
+    accumulate: int = 1
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    seed: int = 0
+    eval_every: int = 50
+    save_every: int = 100
+    sample: int = 200  # bytes of generated text
+    out: str | None = None  # None: a new folder
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values out of range."""
+        for name, least in {
+            "steps": 1,
+            "batch": 1,
+            "seq": 1,
+            "accumulate": 1,
+            "eval_every": 1,
+            "save_every": 1,
+            "seed": 0,
+            "sample": 0,
+        }.items():
+            if getattr(self, name) < least:
+                flag = name.replace("_", "-")
+                raise InputError(f"--{flag} {getattr(self, name)}: it has to be {least} or more")
+        if not self.lr > 0:
+            raise InputError(f"--lr {self.lr}: it has to be above 0")
+        if self.ranks is not None and self.ranks < 1:
+            raise InputError(f"--ranks {self.ranks}: it has to be 1 or more")
+        if self.size not in SIZES:
+            raise InputError(f"--size {self.size}: expected one of {', '.join(SIZES)}")
+        self.model_config()
+
+    def model_config(self) -> GPTConfig:
+        """The model's shape: that of ``size``, with what is given explicitly in its place."""
+        layers, width, heads = SIZES[self.size]
+        return GPTConfig(
+            layers=layers if self.layers is None else self.layers,
+            width=width if self.width is None else self.width,
+            heads=heads if self.heads is None else self.heads,
+            context=self.seq,
+            tied_head=self.tied_head,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """What a checkpoint records."""
+        return asdict(self)
+
+
+def resolve(given: Mapping[str, object]) -> TrainOptions:
+    """The run that the command line asks for.
+
+    Args:
+        given: the options given explicitly. With ``resume`` among them, the checkpoint's options
+            are the others.
+
+    Raises:
+        InputError: for a bad value, an option that contradicts the checkpoint, or an output
+            folder that already holds another run.
+    """
+    if "resume" not in given:
+        options = TrainOptions(**given)  # type: ignore[arg-type]
+        if options.out and Path(options.out, "metrics.jsonl").exists():
+            raise InputError(
+                f"--out {options.out} holds a run already: name another folder, or go on with "
+                f"--resume {options.out}"
+            )
+        return options
+    snapshot = find_snapshot(Path(str(given["resume"])))
+    header = read_header(snapshot)
+    saved = replace(_from_json(header.options), ranks=header.ranks)
+    for name, value in given.items():
+        if name not in _FREE_ON_RESUME and value != getattr(saved, name):
+            flag = name.replace("_", "-")
+            raise InputError(
+                f"--{flag} {value}: the checkpoint {snapshot} was trained with --{flag} "
+                f"{getattr(saved, name)}; leave the option out, or start a new run"
+            )
+    out = given.get("out", str(snapshot.parent.parent))
+    options = replace(saved, **{**given, "resume": str(snapshot), "out": out})  # type: ignore[arg-type]
+    if options.steps <= header.step:
+        raise InputError(
+            f"the checkpoint {snapshot} has all {header.step} steps: --steps has to be more"
+        )
+    return options
+
+
+def _from_json(recorded: Mapping[str, object]) -> TrainOptions:
+    known = {field.name for field in fields(TrainOptions)}
+    if unknown := sorted(set(recorded) - known):
+        raise InputError(
+            f"the checkpoint has options this zshard does not know: {', '.join(unknown)}; "
+            "resume it with the version that wrote it"
+        )
+    data = cast("list[str]", recorded["data"])  # JSON has no tuples
+    return TrainOptions(**{**recorded, "data": tuple(data)})  # type: ignore[arg-type]
