@@ -275,3 +275,21 @@ def steps_around_an_exception(rank: int, world_size: int, where: str | None) -> 
 def test_a_step_after_an_exception_equals_that_of_an_undisturbed_run(where: str) -> None:
     expected = run_ranks(steps_around_an_exception, 2, None)
     assert run_ranks(steps_around_an_exception, 2, where) == expected
+
+
+def test_no_pass_over_the_gradients_applies_the_clip_factor_where_the_step_does() -> None:
+    model = build()
+    optimizer = zshard.AdamW(model.parameters())
+    one_step(model, 0, 0)
+    buffers = [u.flats[0].grad_buffer() for u in schedule_of(model).units]
+    before = [buffer.clone() for buffer in buffers]
+    norm = zshard.clip_grad_norm_(model, 1e-3)
+    assert norm > 1e-3
+    optimizer.step()
+    optimizer.zero_grad()
+    model.zero_grad()
+    assert all(map(torch.equal, buffers, before))
+    one_step(model, 0, 0)
+    zshard.clip_grad_norm_(model, 1e-3)
+    grad = zshard.full_grad(model, "outlet.bias")  # someone looks: now it is applied
+    assert grad is not None and float(grad.abs().max()) <= 1e-3

@@ -143,8 +143,14 @@ def kind_of(param: torch.Tensor) -> Kind:
 
 
 def has_grad(param: torch.Tensor) -> bool:
-    """Whether any rank has a gradient for ``param``."""
-    if isinstance(param, Sharded):  # not through param.grad: that would apply the clip factor
+    """Whether any rank has a gradient for ``param``.
+
+    Raises:
+        StateError: if it is held back by no_sync.
+    """
+    if isinstance(param, Sharded):
+        if param.flat.holds_back(param.segment):
+            param.flat.before_grad_access(param.segment)
         return param.flat.has_grad[param.segment]
     return param.grad is not None
 

@@ -20,9 +20,9 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.nn import Parameter
 
 from . import ops
-from .errors import InputError
+from .errors import InputError, StateError
 from .layout import Layout, Local
-from .param import Sharded
+from .param import Sharded, ShardedGrad
 from .precision import Dtypes
 
 if TYPE_CHECKING:
@@ -75,10 +75,11 @@ class Flat:
         self.recv: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.has_grad = [False] * len(params)
-        self._grads: list[Sharded | None] = [None] * len(params)
-        # Called before a gradient is read or replaced from outside; see reduction.py.
-        self.on_grad_read: Callable[[], None] = lambda: None
-        self.on_grad_write: Callable[[], None] = lambda: None
+        self._grads: list[ShardedGrad | None] = [None] * len(params)
+        # The reducer's: called before the user asks for a gradient, looks inside, or replaces it.
+        self.on_grad_query: Callable[[], None] = lambda: None
+        self.on_grad_access: Callable[[], None] = lambda: None
+        self.on_grad_change: Callable[[], None] = lambda: None
 
     def _shard_of(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's shard of ``params`` in the master dtype; the full buffer lives only here."""
@@ -157,20 +158,41 @@ class Flat:
             )
         return self.grad
 
-    def get_grad(self, index: int) -> Sharded | None:
-        """The gradient of parameter ``index`` as a sharded tensor, or None."""
-        self.on_grad_read()
-        if not self.has_grad[index]:
+    def get_grad(self, index: int) -> ShardedGrad | None:
+        """The gradient of parameter ``index``, or None; not None either where no_sync holds one."""
+        self.on_grad_query()
+        if not self.has_grad[index] and not self.holds_back(index):
             return None
         cached = self._grads[index]
         if cached is None:
             begin, end, _ = self._locals[index]
-            cached = self._grads[index] = Sharded(self.grad_buffer()[begin:end], self, index)
+            cached = self._grads[index] = ShardedGrad(self.grad_buffer()[begin:end], self, index)
         return cached
+
+    def holds_back(self, index: int) -> bool:
+        """Whether a backward inside no_sync has left a gradient that is not reduced yet."""
+        return bool(self.leaves) and self.leaves[index].grad is not None
+
+    def before_grad_access(self, index: int) -> None:
+        """Make the gradient shard hold what the user is to see.
+
+        Raises:
+            StateError: if part of the gradient is held back by no_sync.
+        """
+        if self.holds_back(index):
+            raise StateError(
+                f"{self.names[index]}: its gradient is held back by zshard.no_sync and not reduced "
+                "yet. Run the last backward of the step outside no_sync, or drop it with "
+                "zero_grad(set_to_none=True)."
+            )
+        self.on_grad_access()
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
-        self.on_grad_write()
+        if value is None:
+            self.on_grad_change()
+        else:
+            self.on_grad_access()
         if self.leaves:  # what no_sync has held back goes with it
             self.leaves[index].grad = None
         if value is None:
@@ -214,7 +236,7 @@ class Flat:
 
 def user_attributes(param: torch.Tensor) -> dict[str, object]:
     """What user code has set on a parameter."""
-    own = ("local", "flat", "segment", "_is_param")
+    own = ("_local", "flat", "segment", "_is_param")
     return {name: value for name, value in param.__dict__.items() if name not in own}
 
 

@@ -42,7 +42,7 @@ class Sharded(torch.Tensor):
     gradient, the reduce dtype).
     """
 
-    local: torch.Tensor  # 1-D, this rank's slice in the flat buffer's memory order
+    _local: torch.Tensor
     flat: Flat
     segment: int  # index of its segment in the flat buffer
     _is_param: bool  # what isinstance(x, torch.nn.Parameter) looks at
@@ -64,11 +64,16 @@ class Sharded(torch.Tensor):
             device=flat.device,
             requires_grad=is_param and flat.requires_grad,
         )
-        self.local, self.flat, self.segment, self._is_param = local, flat, segment, is_param
+        self._local, self.flat, self.segment, self._is_param = local, flat, segment, is_param
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """1-D, this rank's slice in the flat buffer's memory order."""
+        return self._local
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -161,6 +166,20 @@ class Sharded(torch.Tensor):
                 written.flat.master_written(written.local)
             return args[0] if func._schema.returns else None
         return tree_map(_wrap_like(sharded), result)
+
+
+class ShardedGrad(Sharded):
+    """The gradient of a sharded parameter.
+
+    To ask whether it is there costs nothing; to look inside, or change it, applies the clip factor
+    that zshard's optimizers would have applied as they read it.
+    """
+
+    @property
+    def local(self) -> torch.Tensor:
+        """1-D, this rank's slice in the flat buffer's memory order."""
+        self.flat.before_grad_access(self.segment)
+        return self._local
 
 
 def _sharded_arguments(args: object, kwargs: object) -> list[Sharded]:

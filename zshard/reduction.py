@@ -68,8 +68,9 @@ class Reducer:
         rows = [r * comm.chunks // comm.size for r in reduced] if comm.size > 1 else []
         pool.reserve_scratch(packed=max(reduced, default=0), chunks=max(rows, default=0))
         for flat in self.flats:
-            flat.on_grad_read = self.apply_scale
-            flat.on_grad_write = self.forget_norm
+            flat.on_grad_query = self.settle
+            flat.on_grad_access = self.apply_scale
+            flat.on_grad_change = self.forget_norm
 
     # --- one backward ----------------------------------------------------------------------------
 

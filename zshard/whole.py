@@ -40,6 +40,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     flat, index = _find(schedule, name)
     if flat.params[index].grad is None:
         return None
+    flat.before_grad_access(index)
     return _whole(flat, index, _gather(flat, flat.grad_buffer(), schedule))
 
 
