@@ -29,7 +29,7 @@ backward root,
 backward blocks.2, gather blocks.1, reshard blocks.2, pack blocks.2, reduce blocks.2,
 wait blocks.1, backward blocks.1, gather blocks.0, reshard blocks.1, pack blocks.1, reduce blocks.1,
 wait blocks.0, backward blocks.0, reshard blocks.0, pack blocks.0, reduce blocks.0,
-pack root, reduce root, reshard root
+reshard root, pack root, reduce root
 """
 kUnits = ("root", "blocks.0", "blocks.1", "blocks.2")
 

@@ -173,6 +173,12 @@ class Flat:
         """Whether a backward inside no_sync has left a gradient that is not reduced yet."""
         return bool(self.leaves) and self.leaves[index].grad is not None
 
+    def drop_held_back(self, index: int) -> None:
+        """Forget what no_sync holds of gradient ``index``, whose shard is about to be zeroed."""
+        if self.holds_back(index):
+            self.leaves[index].grad = None
+            self.has_grad[index] = True
+
     def before_grad_access(self, index: int) -> None:
         """Make the gradient shard hold what the user is to see.
 

@@ -156,6 +156,9 @@ class Sharded(torch.Tensor):
                 "model before it, or pass device= and precision=zshard.Precision(...) to it."
             )
         _refuse_whole_tensor_ops(func, sharded)
+        if func._schema.name in ("aten::zero_", "aten::_foreach_zero_"):
+            for grad in sharded:
+                grad.flat.drop_held_back(grad.segment)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], Sharded):
             args = (args[0], _own_slice(args[0], args[1]), *args[2:])
             sharded = _sharded_arguments(args, kwargs)
