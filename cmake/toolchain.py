@@ -107,25 +107,29 @@ class Toolchain:
         """Take the C++ compiler from CXX."""
         self.torch, self.cuda = torch, cuda
         self.cxx = os.environ.get("CXX", "g++")
-        includes = [torch.root / "include", sysconfig.get_path("include")]
-        self._common = ["-std=c++20", "-Icsrc", *(f"-isystem{path}" for path in includes)]
-        self._common += [f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}", "-DNDEBUG"]
-        self._common += [f"-DZSHARD_WITH_CUDA={int(cuda is not None)}"]
+        includes = ["-isystem", str(torch.root / "include")]
+        includes += ["-isystem", sysconfig.get_path("include")]
+        self._common = ["-std=c++20", "-Icsrc", *includes]
+        self._common += ["-DNDEBUG", f"-DZSHARD_WITH_CUDA={int(cuda is not None)}"]
+        self._stable = [f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
         # Torch's check macros hold __FILE__: keep the builder's folders out of the binary.
         self._host = [*CXX_FLAGS, *CXX_WARNINGS, f"-ffile-prefix-map={torch.root}=torch"]
 
     def compile(self, source: Path, output: Path) -> list[str]:
         """Return the command that compiles a source file, with a depfile beside its output."""
         files = ["-MD", "-MF", f"{output}.d", "-c", str(source), "-o", str(output)]
+        # pybind11 as torch 2.11 ships it refuses stable files; module.cpp takes no tensor anyway.
+        macros = self._build_info() if source.name == "module.cpp" else self._stable
         if source.suffix != ".cu":
-            return [self.cxx, *self._common, *self._host, *self._build_info(source), *files]
+            return [self.cxx, *self._common, *macros, *self._host, *files]
         assert self.cuda is not None
         targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.cuda.archs]
         last = self.cuda.archs[-1]
         targets.append(f"-gencode=arch=compute_{last},code=compute_{last}")  # PTX, for newer GPUs
         flags = [*NVCC_FLAGS, *targets, *(f"-Xptxas={flag}" for flag in PTXAS_FLAGS)]
-        flags += [f"-Xcompiler={flag}" for flag in self._host]
-        return [self.cuda.nvcc, f"-ccbin={self.cxx}", *self._common, *flags, *files]
+        # nvcc splits what it hands on at spaces, as a shell does.
+        flags += [f"-Xcompiler={shlex.quote(flag)}" for flag in self._host]
+        return [self.cuda.nvcc, f"-ccbin={self.cxx}", *self._common, *macros, *flags, *files]
 
     def link(self, objects: list[Path], output: Path) -> list[str]:
         """Return the link command: torch by soname without a run path, cudart static."""
@@ -136,10 +140,8 @@ class Toolchain:
         driver = [self.cuda.nvcc, f"-ccbin={self.cxx}", "-shared", "-cudart=static"]
         return [*driver, "-Xlinker=--no-as-needed,--exclude-libs=ALL", *files]
 
-    def _build_info(self, source: Path) -> list[str]:
+    def _build_info(self) -> list[str]:
         """Macros for module.cpp alone, so that a change of theirs recompiles nothing else."""
-        if source.name != "module.cpp":
-            return []
         archs = [f"sm_{arch}" for arch in self.cuda.archs] if self.cuda else []
         values = {
             "FLAGS": shlex.join(CXX_FLAGS),

@@ -1,4 +1,5 @@
-// Every formula, once, for host and device. The launchers in cpu/ and cuda/ only loop over these.
+// Every formula, once, for host and device (not named math.h: that would shadow the system header).
+// The launchers in cpu/ and cuda/ only loop over these.
 //
 // [Note: same bits] Compiled without contraction (-ffp-contract=off, -fmad=false) and with IEEE
 // division and square root, each operation here is rounded by itself. So an element gets the same
@@ -21,13 +22,10 @@
 
 namespace zshard {
 
-// Storage types of the two 16-bit formats; arithmetic happens in float.
-struct Bf16 {
-    uint16_t bits;
-};
-struct Fp16 {
-    uint16_t bits;
-};
+// Storage types of the two 16-bit formats; arithmetic happens in float. Enumerations, because g++
+// does not vectorise loops that copy structs.
+enum class Bf16 : uint16_t {};
+enum class Fp16 : uint16_t {};
 
 template <typename To, typename From>
 ZSHARD_HD To bit_cast(From from) {
@@ -41,17 +39,18 @@ ZSHARD_HD To bit_cast(From from) {
 
 ZSHARD_HD float to_float(float x) { return x; }
 
-ZSHARD_HD float to_float(Bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+ZSHARD_HD float to_float(Bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
 ZSHARD_HD float to_float(Fp16 x) {
 #ifdef __CUDA_ARCH__
-    return __half2float(__ushort_as_half(x.bits));
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(x)));
 #else
     // Shift the mantissa into place and move the exponent's bias from 15 to 127; a subnormal is
     // normalised by the float subtraction. Selects, not branches, so that loops over this
     // vectorise.
-    const uint32_t sign = (x.bits & 0x8000u) << 16;
-    const uint32_t magnitude = (x.bits & 0x7FFFu) << 13;
+    const auto bits = static_cast<uint32_t>(x);
+    const uint32_t sign = (bits & 0x8000u) << 16;
+    const uint32_t magnitude = (bits & 0x7FFFu) << 13;
     const uint32_t normal = magnitude + (112u << 23);
     const uint32_t special = magnitude | 0x7F800000u;
     const float subnormal = bit_cast<float>(magnitude + (113u << 23)) - bit_cast<float>(113u << 23);
@@ -143,8 +142,7 @@ ZSHARD_HD SplitMaster split_master(float x) {
 }
 
 ZSHARD_HD float join_master(SplitMaster planes) {
-    uint32_t bits =
-        (static_cast<uint32_t>(planes.hi.bits) << 16) + static_cast<uint32_t>(planes.lo);
+    uint32_t bits = (static_cast<uint32_t>(planes.hi) << 16) + static_cast<uint32_t>(planes.lo);
     const uint32_t magnitude = bits & 0x7FFFFFFFu;
     const uint32_t quiet = magnitude >= 0x7F808000u ? 0x8000u : 0u;
     bits += magnitude >= 0x7FFF8000u ? 0u - 0x7F0000u : quiet;
@@ -217,13 +215,13 @@ ZSHARD_HD AdamwState adamw_update(AdamwState s, float g, const AdamwFactors& c) 
 
 // [Note: sum of squares] reduce_ adds squares in fp64, where they are exact, in an order fixed by
 // position alone. A block is kSquareBlock elements, seen as (rows, columns, group); missing ones
-// count as 0. Rows are added first, then the group, then the columns, the last two by halving
-// (upper half onto lower half). The blocks' sums are dealt to kSquareLanes lanes, each lane adds
-// its own in order, and the lanes are halved likewise. On CUDA a thread holds one column's groups,
-// so that it loads whole vectors.
-inline constexpr int kSquareRows = 2;
+// count as 0. Rows are added first, in order, then the group, then the columns, the last two by
+// halving (upper half onto lower half). The blocks' sums are dealt to kSquareLanes lanes, each lane
+// adds its own in order, and the lanes are halved likewise. On CUDA a thread holds one column's
+// groups, so that it loads whole vectors.
+inline constexpr int kSquareRows = 4;
 inline constexpr int kSquareColumns = 256;
-inline constexpr int kSquareGroup = 8;
+inline constexpr int kSquareGroup = 4;
 inline constexpr int kSquareBlock = kSquareRows * kSquareColumns * kSquareGroup;
 inline constexpr int kSquareLanes = 1024;
 

@@ -177,7 +177,7 @@ void reduce_(const Tensor& acc, const Tensor& chunks, double scale, bool accumul
 
 // Rows that a CPU can read before it acts: each inside its shard, none touching another.
 void check_segments(const Checks& check, const AdamwArgs& args) {
-    std::vector<AdamwSegment> rows(args.segments, args.segments + args.num_segments);
+    std::vector<AdamwSegment> rows(args.rows.segments, args.rows.segments + args.rows.num_segments);
     const auto units = static_cast<int64_t>(args.shards.size());
     const auto spell = [](const AdamwSegment& s) {
         return text("[", s.unit, ", ", s.begin, ", ", s.end, "]");
@@ -224,15 +224,18 @@ void adamw_(const Tensors& masters, const Tensors& lows, const Tensors& exp_avgs
     AdamwArgs args{
         .shards = {},
         .grad_dtype = Dtype::kFloat32,
-        .send_dtype = Dtype::kBfloat16,
         .split = split,
-        .num_segments = rows,
-        .segments = check.matrix<AdamwSegment>("segments", segments, ScalarType::Long, rows, 3),
-        .hypers = check.matrix<AdamwHyper>("hypers", hypers, ScalarType::Double, rows, 6),
-        .steps = check.optional_flat<int64_t>("steps", steps, ScalarType::Long, rows),
-        .active = check.optional_flat<uint8_t>("active", active, ScalarType::Byte, rows),
-        .grad_scale = check.optional_flat<float>("grad_scale", grad_scale, ScalarType::Float, 1),
-        .skip = check.optional_flat<float>("skip", skip, ScalarType::Float, 1)};
+        .has_send = !sends.empty(),
+        .send_dtype = Dtype::kBfloat16,
+        .rows = {
+            .num_segments = rows,
+            .segments = check.matrix<AdamwSegment>("segments", segments, ScalarType::Long, rows, 3),
+            .hypers = check.matrix<AdamwHyper>("hypers", hypers, ScalarType::Double, rows, 6),
+            .steps = check.optional_flat<int64_t>("steps", steps, ScalarType::Long, rows),
+            .active = check.optional_flat<uint8_t>("active", active, ScalarType::Byte, rows),
+            .grad_scale =
+                check.optional_flat<float>("grad_scale", grad_scale, ScalarType::Float, 1),
+            .skip = check.optional_flat<float>("skip", skip, ScalarType::Float, 1)}};
     args.shards.reserve(units);
     for (size_t u = 0; u < units; ++u) {
         const int64_t numel = masters[u].numel();

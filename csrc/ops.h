@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "math.h"
+#include "formulas.h"
 
 namespace zshard {
 
@@ -98,19 +98,24 @@ struct AdamwSegment {
     int64_t unit, begin, end;
 };
 
-struct AdamwArgs {
-    std::vector<AdamwShard> shards;
-    Dtype grad_dtype;
-    Dtype send_dtype;  // where the shards have a send buffer
-    bool split;        // masters are two planes
+// What is known of each segment, and of the step: in memory of the shards' device.
+struct AdamwRows {
     int64_t num_segments;
-    // On the shards' device, num_segments rows each:
-    const AdamwSegment* segments;
+    const AdamwSegment* segments;  // (num_segments,), as the four below
     const AdamwHyper* hypers;
     int64_t* steps;
     const uint8_t* active;    // null: all
     const float* grad_scale;  // null or (1,)
     const float* skip;        // null or (1,), nonzero = change nothing
+};
+
+struct AdamwArgs {
+    std::vector<AdamwShard> shards;
+    Dtype grad_dtype;
+    bool split;     // masters are two planes
+    bool has_send;  // each shard has a send buffer (null where the shard is empty)
+    Dtype send_dtype;
+    AdamwRows rows;
 };
 
 // Calls f with a value of each type that an adamw_ call is compiled for: gradient, send buffer
@@ -119,8 +124,7 @@ template <typename F>
 void dispatch_adamw(const AdamwArgs& args, const F& f) {
     dispatch(args.grad_dtype, [&](auto grad) {
         if (args.split) return f(grad, std::type_identity<void>{}, std::true_type{});
-        if (args.shards.empty() || args.shards[0].send == nullptr)
-            return f(grad, std::type_identity<void>{}, std::false_type{});
+        if (!args.has_send) return f(grad, std::type_identity<void>{}, std::false_type{});
         if (args.send_dtype == Dtype::kBfloat16)
             return f(grad, std::type_identity<Bf16>{}, std::false_type{});
         f(grad, std::type_identity<Fp16>{}, std::false_type{});

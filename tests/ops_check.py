@@ -1,4 +1,4 @@
-"""Runs an op and its reference on twins of the same arguments and compares all memory bit for bit."""
+"""Runs an op and its reference on twins of the same arguments and compares all memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ devices = pytest.mark.parametrize(
 
 
 def odd(numel: int, dtype: torch.dtype, start: int = 1) -> Tensor:
-    """Return a flat tensor of random values that starts `start` elements behind an aligned address."""
+    """Return random values that start `start` elements behind an aligned address."""
     return torch.randn(numel + start + 3).to(dtype)[start : start + numel]
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
+from ops_check import F, Twins, assert_same, check, devices, odd, refuses
 from torch import Tensor
 
-from ops_check import F, Twins, assert_same, check, devices, odd, refuses
 from zshard import ops, reference
 
 kDecoupled = [1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0]
@@ -65,7 +65,7 @@ def make(
         sends=[odd(size, send_dtype, start) for size in sizes] if send_dtype else [],
         segments=torch.tensor(rows, dtype=torch.int64).view(-1, 3),
         hypers=torch.tensor(hypers, dtype=torch.float64).view(-1, 6),
-        steps=torch.tensor([(0, 5, 1000)[g % 3] for g in range(len(rows))]),
+        steps=torch.tensor([(0, 5, 1000)[g % 3] for g in range(len(rows))], dtype=torch.int64),
     )
 
 

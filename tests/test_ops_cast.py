@@ -1,12 +1,12 @@
-"""cast_ and the split master: every pattern that 16 bits can hold, and the 32-bit ones that matter."""
+"""cast_ and the split master: every 16-bit pattern, and the 32-bit ones that matter."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from ops_check import F, assert_same, check, devices, odd, refuses
 from torch import Tensor
 
-from ops_check import F, assert_same, check, devices, odd, refuses
 from zshard import ops
 
 

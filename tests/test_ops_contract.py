@@ -9,14 +9,14 @@ import sys
 
 import pytest
 import torch
+from ops_check import devices
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ops_check import devices
 from zshard import ops
 
 
 def samples(device: str) -> dict[str, tuple[object, ...]]:
-    """A call of each op, as torch.ops.zshard takes it; every argument random but the same each time."""
+    """A call of each op, as torch.ops.zshard takes it, with the same values each time."""
     generator = torch.Generator().manual_seed(3)
 
     def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

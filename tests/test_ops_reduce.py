@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+from ops_check import F, assert_same, check, devices, odd, refuses
 from torch import Tensor
 
-from ops_check import F, assert_same, check, devices, odd, refuses
 from zshard import ops, reference
 
 kSizes = [0, 1, 7, 4095, 4096, 4097, 10_007]

@@ -2,7 +2,7 @@
 
 Same names, arguments and effects. On CPU the ops give the same bits as these functions (which NaN
 an operation yields is left open), because every product, sum, quotient and root here is rounded by
-itself, as csrc/math.h does it: no fused torch call (addcmul, lerp, add with alpha) may be used.
+itself, as csrc/formulas.h does it: no fused torch call (addcmul, lerp, add with alpha) may be used.
 Nothing is checked here.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 # reduce_ sums squares by position, so that the sum does not depend on threads: [Note: sum of
-# squares] in csrc/math.h.
-SQUARE_ROWS, SQUARE_COLUMNS, SQUARE_GROUP = 2, 256, 8
+# squares] in csrc/formulas.h.
+SQUARE_ROWS, SQUARE_COLUMNS, SQUARE_GROUP = 4, 256, 4
 SQUARE_LANES = 1024
 
 
@@ -90,7 +90,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     block = SQUARE_ROWS * SQUARE_COLUMNS * SQUARE_GROUP
     squares = torch.nn.functional.pad(squares, (0, -len(squares) % block))
     rows = squares.view(-1, SQUARE_ROWS, SQUARE_COLUMNS, SQUARE_GROUP)
-    blocks = _halve(_halve(rows[:, 0] + rows[:, 1]))
+    blocks = _halve(_halve(sum(rows.unbind(1)[1:], rows[:, 0])))
     blocks = torch.nn.functional.pad(blocks, (0, -len(blocks) % SQUARE_LANES))
     lanes = torch.zeros(SQUARE_LANES, dtype=torch.float64, device=x.device)
     for row in blocks.view(-1, SQUARE_LANES):

@@ -20,15 +20,15 @@ template <bool kDecoupled, bool kSplit, typename Grad, typename Send>
 void update_range(const AdamwShard& shard, int64_t begin, int64_t end, float scale,
                   const AdamwFactors& factors) {
     using Master = std::conditional_t<kSplit, Bf16, float>;
-    auto* __restrict master = static_cast<Master*>(shard.master);
-    auto* __restrict low = shard.low;
-    auto* __restrict exp_avg = shard.exp_avg;
-    auto* __restrict exp_avg_sq = shard.exp_avg_sq;
-    const auto* __restrict grad = static_cast<const Grad*>(shard.grad);
-    auto* __restrict send = static_cast<Send*>(shard.send);
+    auto* master = static_cast<Master*>(shard.master);
+    auto* low = shard.low;
+    auto* exp_avg = shard.exp_avg;
+    auto* exp_avg_sq = shard.exp_avg_sq;
+    const auto* grad = static_cast<const Grad*>(shard.grad);
+    auto* send = static_cast<Send*>(shard.send);
     vectorised([=] {
         const AdamwFactors c = factors;
-        for (int64_t i = begin; i < end; ++i) {
+        each(begin, end, [=](int64_t i) {
             AdamwState s{0.0f, exp_avg[i], exp_avg_sq[i]};
             if constexpr (kSplit) {
                 s.p = zshard::join_master({master[i], low[i]});
@@ -46,20 +46,20 @@ void update_range(const AdamwShard& shard, int64_t begin, int64_t end, float sca
                 master[i] = s.p;
             }
             if constexpr (!std::is_void_v<Send>) send[i] = from_float<Send>(s.p);
-        }
+        });
     });
 }
 
 // The segments to update, their steps counted.
-std::vector<Work> take_step(const AdamwArgs& args) {
+std::vector<Work> take_step(const AdamwRows& rows) {
     std::vector<Work> work;
-    if (args.skip != nullptr && *args.skip != 0.0f) return work;
-    work.reserve(args.num_segments);
+    if (rows.skip != nullptr && *rows.skip != 0.0f) return work;
+    work.reserve(rows.num_segments);
     int64_t start = 0;
-    for (int64_t g = 0; g < args.num_segments; ++g) {
-        if (args.active != nullptr && args.active[g] == 0) continue;
-        const AdamwSegment& segment = args.segments[g];
-        work.push_back({start, segment, adamw_factors(args.hypers[g], ++args.steps[g])});
+    for (int64_t g = 0; g < rows.num_segments; ++g) {
+        if (rows.active != nullptr && rows.active[g] == 0) continue;
+        const AdamwSegment& segment = rows.segments[g];
+        work.push_back({start, segment, adamw_factors(rows.hypers[g], ++rows.steps[g])});
         start += segment.end - segment.begin;
     }
     return work;
@@ -68,10 +68,10 @@ std::vector<Work> take_step(const AdamwArgs& args) {
 }  // namespace
 
 void adamw(const AdamwArgs& args) {
-    const std::vector<Work> work = take_step(args);
+    const std::vector<Work> work = take_step(args.rows);
     if (work.empty()) return;
     const int64_t total = work.back().start + work.back().segment.end - work.back().segment.begin;
-    const float scale = args.grad_scale != nullptr ? *args.grad_scale : 1.0f;
+    const float scale = args.rows.grad_scale != nullptr ? *args.rows.grad_scale : 1.0f;
     dispatch_adamw(args, [&](auto grad, auto send, auto split) {
         using Grad = decltype(grad);
         using Send = typename decltype(send)::type;

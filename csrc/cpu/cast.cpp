@@ -33,11 +33,11 @@ void cast(const CastArgs& args) {
 void split_master(const MasterArgs& args) {
     parallel(args.numel, kGrain, [&](int64_t begin, int64_t end) {
         vectorised([begin, end, full = args.full, hi = args.hi, lo = args.lo] {
-            for (int64_t i = begin; i < end; ++i) {
+            each(begin, end, [=](int64_t i) {
                 const SplitMaster planes = zshard::split_master(full[i]);
                 hi[i] = planes.hi;
                 lo[i] = planes.lo;
-            }
+            });
         });
     });
 }
@@ -45,7 +45,7 @@ void split_master(const MasterArgs& args) {
 void join_master(const MasterArgs& args) {
     parallel(args.numel, kGrain, [&](int64_t begin, int64_t end) {
         vectorised([begin, end, full = args.full, hi = args.hi, lo = args.lo] {
-            for (int64_t i = begin; i < end; ++i) full[i] = zshard::join_master({hi[i], lo[i]});
+            each(begin, end, [=](int64_t i) { full[i] = zshard::join_master({hi[i], lo[i]}); });
         });
     });
 }

@@ -5,15 +5,13 @@
 
 #include "cpu/isa.h"
 #include "cpu/memory.h"
-#include "math.h"
+#include "formulas.h"
 
 namespace zshard::cpu {
 
 template <typename To, typename From>
-void convert_tile(To* __restrict out, const From* __restrict src, int64_t n, Wide<From> scale) {
-    vectorised([=] {
-        for (int64_t i = 0; i < n; ++i) out[i] = convert_scaled<To>(src[i], scale);
-    });
+void convert_tile(To* out, const From* src, int64_t n, Wide<From> scale) {
+    vectorised([=] { each(0, n, [=](int64_t i) { out[i] = convert_scaled<To>(src[i], scale); }); });
 }
 
 // out[i] = src[i] * scale. `stream`: out is large, store around the cache.

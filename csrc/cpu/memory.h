@@ -16,7 +16,7 @@ namespace zshard::cpu {
 inline constexpr int64_t kGrain = 32768;
 
 // Elements that a thread converts in its first-level cache before it streams them out.
-inline constexpr int64_t kTile = 2048;
+inline constexpr int64_t kTile = 4096;
 
 // Outputs of at least this many bytes are not read back from the cache, and are stored around it.
 inline constexpr int64_t kStreamBytes = int64_t{4} << 20;

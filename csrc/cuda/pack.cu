@@ -1,0 +1,149 @@
+#include <algorithm>
+
+#include "cuda/vector.cuh"
+#include "ops.h"
+
+namespace zshard::cuda {
+
+namespace {
+
+// A contiguous piece as a kernel sees it; the pieces' tiles are numbered one after another.
+struct Item {
+    void* data;  // null: zero the flat elements
+    int64_t offset;
+    int64_t numel;
+    int64_t first_tile;
+    Dtype dtype;
+};
+
+// Pieces travel as a kernel argument: no upload, nothing to free, and a CUDA graph keeps its own
+// copy.
+template <int kCapacity>
+struct Table {
+    int count;
+    int64_t tiles;
+    Item items[kCapacity];
+};
+constexpr int kSmall = 64;
+constexpr int kLarge = 768;  // just below the 32,764 bytes that a kernel's arguments may have
+static_assert(sizeof(Table<kLarge>) + 64 <= 32'764);
+
+template <bool kPack, typename Flat, typename Value>
+__device__ void move_tile(Flat* flat, const Item& item, int64_t begin, int64_t numel,
+                          double scale) {
+    Flat* at = flat + item.offset + begin;
+    auto* value = static_cast<Value*>(item.data) + begin;
+    if constexpr (kPack) {
+        convert_run(at, value, numel, static_cast<Wide<Value>>(scale));
+    } else {
+        convert_run(value, at, numel, static_cast<Wide<Flat>>(scale));
+    }
+}
+
+template <bool kPack, typename Flat, int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    move_kernel(Flat* flat, double scale, const __grid_constant__ Table<kCapacity> table) {
+    for (int64_t tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
+        const Item& item = table.items[last_not_after(
+            table.count, tile, [&](int i) { return table.items[i].first_tile; })];
+        const int64_t begin = (tile - item.first_tile) * kTile;
+        const int64_t numel = min(kTile, item.numel - begin);
+        if (kPack && item.data == nullptr) {
+            Flat* zeros = flat + item.offset + begin;
+            transform_run(zeros, zeros, numel, [](Flat) { return Flat{}; });
+        } else if constexpr (std::is_same_v<Flat, double>) {
+            move_tile<kPack, double, double>(flat, item, begin, numel, scale);
+        } else if (item.dtype == Dtype::kBfloat16) {
+            move_tile<kPack, Flat, Bf16>(flat, item, begin, numel, scale);
+        } else if (item.dtype == Dtype::kFloat16) {
+            move_tile<kPack, Flat, Fp16>(flat, item, begin, numel, scale);
+        } else {
+            move_tile<kPack, Flat, float>(flat, item, begin, numel, scale);
+        }
+    }
+}
+
+// One strided piece, element by element: consecutive threads take consecutive flat elements.
+template <bool kPack, typename Flat, typename Value>
+__global__ void __launch_bounds__(kThreads)
+    strided_kernel(Flat* flat, Value* value, int64_t numel, double scale,
+                   const __grid_constant__ Strided view) {
+    for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < numel;
+         i += gridDim.x * int64_t{kThreads}) {
+        int64_t rest = i, position = 0;
+        for (int d = view.dims - 1; d > 0; --d) {
+            const int64_t quotient = rest / view.sizes[d];
+            position += (rest - quotient * view.sizes[d]) * view.strides[d];
+            rest = quotient;
+        }
+        position += rest * view.strides[0];
+        if constexpr (kPack) {
+            flat[i] = convert_scaled<Flat>(value[position], static_cast<Wide<Value>>(scale));
+        } else {
+            value[position] = convert_scaled<Value>(flat[i], static_cast<Wide<Flat>>(scale));
+        }
+    }
+}
+
+template <bool kPack, typename Flat, int kCapacity>
+void launch_table(const PackArgs& args, const std::vector<Item>& items, size_t first,
+                  size_t count) {
+    Table<kCapacity> table;
+    table.count = static_cast<int>(count);
+    table.tiles = 0;
+    for (size_t i = 0; i < count; ++i) {
+        table.items[i] = items[first + i];
+        table.items[i].first_tile = table.tiles;
+        table.tiles += tiles_of(table.items[i].numel);
+    }
+    move_kernel<kPack, Flat, kCapacity><<<grid_for(table.tiles), kThreads, 0, current_stream()>>>(
+        static_cast<Flat*>(args.flat), args.scale, table);
+    check_launch(kPack ? "pack_" : "unpack_");
+}
+
+template <bool kPack, typename Flat, typename Value>
+void launch_strided(const PackArgs& args, const Piece& piece) {
+    strided_kernel<kPack, Flat, Value>
+        <<<grid_for((piece.numel + kThreads - 1) / kThreads), kThreads, 0, current_stream()>>>(
+            static_cast<Flat*>(args.flat) + piece.offset, static_cast<Value*>(piece.data),
+            piece.numel, args.scale, piece.strided);
+    check_launch(kPack ? "pack_" : "unpack_");
+}
+
+template <bool kPack, typename Flat>
+void move_typed(const PackArgs& args) {
+    std::vector<Item> items;
+    items.reserve(args.pieces.size());
+    for (const Piece& piece : args.pieces) {
+        if (piece.strided.dims == 0) {
+            items.push_back({piece.data, piece.offset, piece.numel, 0, piece.dtype});
+        } else if constexpr (std::is_same_v<Flat, double>) {
+            launch_strided<kPack, double, double>(args, piece);
+        } else {
+            dispatch(piece.dtype, [&](auto value) {
+                launch_strided<kPack, Flat, decltype(value)>(args, piece);
+            });
+        }
+    }
+    for (size_t first = 0; first < items.size(); first += kLarge) {
+        const size_t count = std::min<size_t>(kLarge, items.size() - first);
+        if (count <= kSmall) {
+            launch_table<kPack, Flat, kSmall>(args, items, first, count);
+        } else {
+            launch_table<kPack, Flat, kLarge>(args, items, first, count);
+        }
+    }
+}
+
+template <bool kPack>
+void move(const PackArgs& args) {
+    if (args.dtype == Dtype::kFloat64) return move_typed<kPack, double>(args);
+    dispatch(args.dtype, [&](auto flat) { move_typed<kPack, decltype(flat)>(args); });
+}
+
+}  // namespace
+
+void pack(const PackArgs& args) { move<true>(args); }
+void unpack(const PackArgs& args) { move<false>(args); }
+
+}  // namespace zshard::cuda

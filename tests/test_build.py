@@ -1,0 +1,215 @@
+"""The build: which torch and which compilers it takes, what it refuses, and what it produces."""
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import build_backend
+import pytest
+import torch
+from build_backend import Torch, find_torch
+from incremental import update
+from toolchain import BuildError, Cuda, Toolchain, find_cuda, max_jobs
+
+from zshard import _C
+from zshard.errors import InputError
+
+CPU_TORCH = Torch(Path("site/torch"), "2.13.0+cpu", None)
+CUDA_TORCH = Torch(Path("site/torch"), "2.14.1+cu130", "13.0")
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch):
+    for name in ("ZSHARD_CUDA", "ZSHARD_CUDA_ARCHS", "ZSHARD_MAX_JOBS", "CUDA_HOME", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_nvcc(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def old_nvcc(monkeypatch, tmp_path):
+    """An nvcc of CUDA 12.4, which knows no Blackwell."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in --version) echo "Cuda compilation tools, release 12.4, V12.4.99";;\n'
+        '*) echo "compute_80"; echo "compute_90";; esac\n'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    return str(nvcc)
+
+
+def write_torch(folder: Path, version: str, cuda: str | None) -> Path:
+    root = folder / "torch"
+    (root / "include").mkdir(parents=True)
+    text = f"__version__ = '{version}'\ndebug = False\ncuda: Optional[str] = {cuda!r}\nhip = None\n"
+    (root / "version.py").write_text(text)
+    return root
+
+
+# --- which torch ---
+
+
+def test_the_torch_of_the_environment_is_found_where_it_cannot_be_imported(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = find_torch()
+    assert found == Torch(Path(torch.__file__).parent, torch.__version__, torch.version.cuda)
+    assert "torch" not in " ".join(build_backend.get_requires_for_build_wheel())
+    assert "torch" not in " ".join(build_backend.get_requires_for_build_editable())
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "asked"),
+    [("2.11.0", None, []), ("2.14.1+cu130", "13.0", []), ("2.9.1", None, ["torch>=2.11"])],
+)
+def test_the_build_asks_for_a_torch_only_where_none_can_be_used(
+    monkeypatch, tmp_path, version, cuda, asked
+):
+    root = write_torch(tmp_path, version, cuda)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(build_backend, "_site_directories", lambda: [tmp_path])
+    assert find_torch() == Torch(root, version, cuda)
+    assert build_backend.get_requires_for_build_wheel() == asked
+    assert build_backend.get_requires_for_build_editable() == asked
+
+
+def test_the_build_asks_for_a_torch_where_there_is_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(build_backend, "_site_directories", lambda: [tmp_path])
+    assert find_torch() is None
+    assert build_backend.get_requires_for_build_wheel() == ["torch>=2.11"]
+
+
+# --- which compilers ---
+
+
+def test_a_cuda_torch_without_nvcc_is_refused_with_the_switch_named(no_nvcc):
+    with pytest.raises(BuildError, match=r"torch 2\.14\.1\+cu130 .*ZSHARD_CUDA=0"):
+        find_cuda(CUDA_TORCH)
+
+
+def test_a_cpu_torch_without_nvcc_builds_for_cpu(no_nvcc):
+    assert find_cuda(CPU_TORCH) is None
+
+
+def test_cuda_can_be_left_out_and_insisted_on(monkeypatch, no_nvcc):
+    monkeypatch.setenv("ZSHARD_CUDA", "0")
+    assert find_cuda(CUDA_TORCH) is None
+    monkeypatch.setenv("ZSHARD_CUDA", "1")
+    with pytest.raises(BuildError, match=r"ZSHARD_CUDA=1, but there is no nvcc in PATH"):
+        find_cuda(CPU_TORCH)
+
+
+def test_cuda_home_goes_before_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("ZSHARD_CUDA", "1")
+    with pytest.raises(BuildError, match=rf"no nvcc in CUDA_HOME={re.escape(str(tmp_path))}"):
+        find_cuda(CPU_TORCH)
+
+
+@pytest.mark.parametrize("value", ["yes", "", "2"])
+def test_an_unknown_value_of_a_switch_is_refused(monkeypatch, value):
+    monkeypatch.setenv("ZSHARD_CUDA", value)
+    with pytest.raises(BuildError, match="is not one of auto, 0, 1"):
+        find_cuda(CPU_TORCH)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", ""])
+def test_an_impossible_number_of_jobs_is_refused(monkeypatch, value):
+    monkeypatch.setenv("ZSHARD_MAX_JOBS", value)
+    with pytest.raises(BuildError, match="is not a positive number"):
+        max_jobs()
+
+
+def test_an_nvcc_that_misses_a_target_is_refused_with_what_it_knows(monkeypatch, old_nvcc):
+    with pytest.raises(BuildError, match=r"CUDA 12\.4.*for 100, 120, only for 80, 90"):
+        find_cuda(CPU_TORCH)
+    monkeypatch.setenv("ZSHARD_CUDA_ARCHS", "80,90")
+    assert find_cuda(CPU_TORCH) == Cuda(old_nvcc, "12.4", ["80", "90"])
+
+
+def test_every_target_gets_machine_code_and_the_last_one_ptx():
+    tools = Toolchain(CPU_TORCH, Cuda("nvcc", "13.0", ["80", "90"]))
+    command = tools.compile(Path("csrc/cuda/pack.cu"), Path("pack.o"))
+    assert [word for word in command if word.startswith("-gencode")] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+
+
+# --- what is compiled again ---
+
+
+def test_an_output_is_made_again_when_an_input_or_the_command_changes(tmp_path):
+    header, output = tmp_path / "a.h", tmp_path / "a.o"
+    header.write_text("1")
+    script = f"cp '{header}' '{output}'; echo 'a.o: {header}' > '{output}.d'"
+    command = ["sh", "-c", script]
+    assert update(output, command) is not None
+    assert update(output, command) is None
+
+    header.write_text("2")
+    os.utime(header, (output.stat().st_mtime + 5,) * 2)
+    assert update(output, command) is not None
+    assert output.read_text() == "2"
+
+    assert update(output, [*command, "other"]) is not None
+    output.unlink()
+    assert update(output, [*command, "other"]) is not None
+
+
+def test_a_failed_command_leaves_nothing_to_trust(tmp_path):
+    source, output = tmp_path / "a.cpp", tmp_path / "a.o"
+    source.write_text("1")
+    works = ["sh", "-c", f"echo good > '{output}'"]
+    fails = ["sh", "-c", f"echo broken > '{output}'; echo the reason; exit 3"]
+    update(output, works, [source])
+    with pytest.raises(BuildError, match=r"(?s)the reason.*exit status 3"):
+        update(output, fails, [source])
+    assert update(output, works, [source]) is not None
+
+
+def test_an_input_edited_while_the_command_runs_counts_as_newer(tmp_path):
+    source, output = tmp_path / "a.cpp", tmp_path / "a.o"
+    source.write_text("1")
+    edits = ["sh", "-c", f"echo > '{output}'; sleep 0.05; echo 2 > '{source}'"]
+    assert update(output, edits, [source]) is not None
+    assert update(output, edits, [source]) is not None
+
+
+# --- what comes out ---
+
+
+def test_the_binary_uses_the_stable_abi_alone():
+    symbols = subprocess.check_output(["nm", "-D", "--undefined-only", _C.__file__], text=True)
+    names = [line.split()[-1].partition("@")[0] for line in symbols.splitlines()]
+    assert any(name.startswith("aoti_torch_") for name in names)
+    unstable = [name for name in names if re.match(r"_ZNK?(2at|3c10|5torch)", name)]
+    assert unstable == []
+    cuda = [name for name in names if re.match(r"(cuda|__cuda)[A-Z]|cu[A-Z]|.*cuda_stream", name)]
+    assert cuda == []
+
+
+def test_build_info_tells_how_the_binary_was_made():
+    info = _C.build_info()
+    assert "-ffp-contract=off" in info["flags"]
+    assert info["compiler"].split()[0] in ("gcc", "clang")
+    assert re.fullmatch(r"2\.\d+\.\d+", info["torch_headers"])
+    assert (info["cuda"] is None) == (info["cuda_archs"] == [])
+
+
+def test_bad_layouts_raise_the_packages_own_error():
+    with pytest.raises(InputError, match=r"segment 1 has -2 elements at offset 32"):
+        _C.flat_layout([1, -2], 1)
+    with pytest.raises(InputError, match=r"world_size 0"):
+        _C.flat_layout([1], 0)
+    with pytest.raises(InputError, match=r"rank 2 is not in \[0, 2\)"):
+        _C.flat_layout([1], 2).intersection(0, 2)
