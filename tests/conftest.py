@@ -10,6 +10,8 @@ import torch
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """Start the fork server once, before the first test is timed."""
+    # As in the ranks: threads that wait for one another cost more than these sizes can win.
+    torch.set_num_threads(1)
     ranks.start_server()
 
 

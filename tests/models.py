@@ -33,14 +33,27 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class OddBlock(Block):
+    """A block with a 0-d parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature
+
+
 class Blocks(nn.Module):
     """Three blocks between an input and an output layer; `order` says which block runs when."""
 
-    def __init__(self, order: tuple[int, ...] = (0, 1, 2)) -> None:
+    def __init__(
+        self, order: tuple[int, ...] = (0, 1, 2), block: Callable[[], nn.Module] = Block
+    ) -> None:
         super().__init__()
         self.order = order
         self.inlet = nn.Linear(3, kWidth)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self.outlet = nn.Linear(kWidth, 1)
 
     def forward(self, x: Tensor) -> Tensor:  # x (B, 3)
@@ -54,18 +67,16 @@ class OddParameters(Blocks):
     """Parameters on the root itself: 0-d, zero-size, one element, and a matrix."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(block=OddBlock)
         self.gain = nn.Parameter(torch.tensor(1.5))
         self.nothing = nn.Parameter(torch.empty(0, kWidth))
         self.one = nn.Parameter(torch.full((1,), 0.25))
         self.mix = nn.Parameter(torch.eye(3) + 0.1)
-        for block in self.blocks:
-            block.temperature = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x @ self.mix) * self.gain + self.nothing.sum()
         for block in self.blocks:
-            x = block(x) * block.temperature
+            x = block(x)
         return self.outlet(x) + self.one
 
 

@@ -25,8 +25,12 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-# pytest is here because ranks import the test's module; zshard because its import starts no thread.
-kPreloaded = ["torch", "torch.distributed", "torch.utils.checkpoint", "pytest", "zshard"]
+# What a rank would otherwise import itself; none of it starts a thread. pytest comes with the
+# test's module, and torch._dynamo (800 modules, a second) with the first step of any optimizer.
+kPreloaded = [
+    *("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo"),
+    *("torch.nn.parallel", "pytest", "zshard"),
+]
 
 # Once a rank has failed, the others get this long to tell their side before they are killed.
 kGraceSeconds = 2.0
@@ -103,7 +107,7 @@ def start_server() -> None:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 30.0, group: bool = True
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, group: bool = True
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on `world_size` ranks; return their results in rank order.
 

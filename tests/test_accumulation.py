@@ -1,0 +1,131 @@
+"""Gradient accumulation, with communication held back by no_sync and without."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, train
+
+import zshard
+
+kMicro = 3
+kBatches = 4 * kMicro
+
+
+def both_sides(
+    rank: int,
+    world_size: int,
+    name: str,
+    no_sync: bool,
+    options: dict[str, object],
+    clip: tuple[float, float] | None = None,
+) -> tuple[Record, Record]:
+    data = models.batches(name, kBatches, rank)
+    records = []
+    for is_wrapped in (True, False):
+        model = models.build(name)
+        if is_wrapped:
+            side: Plain | Wrapped = Wrapped(zshard.wrap(model, **options))
+        else:
+            side = Plain(model, world_size, models.kCases[name].unused)
+        records.append(
+            train(side, adamw(model), data, accumulate=kMicro, no_sync=no_sync, clip=clip)
+        )
+    return records[0], records[1]
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+@pytest.mark.parametrize("name", ["blocks", "odd_parameters", "unused", "frozen", "gpt"])
+def test_one_rank_accumulates_the_plain_models_bits(name: str, no_sync: bool) -> None:
+    actual, expected = both_sides(0, 1, name, no_sync, {})
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks", "odd_parameters", "tied_across_units", "called_twice", "unused", "frozen"]
+)
+def test_no_sync_on_two_ranks_accumulates_ddps_bits(name: str) -> None:
+    for actual, expected in run_ranks(both_sides, 2, name, True, {}):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("units", ["model", "layer"])
+def test_no_sync_gives_ddps_bits_whatever_the_units(units: str) -> None:
+    for actual, expected in run_ranks(both_sides, 2, "gpt", True, {"units": units}):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["odd_parameters", "unused", "gpt"])
+def test_accumulation_without_no_sync_is_within_tolerance_of_ddp(name: str) -> None:
+    # DDP averages its accumulated gradient again each time; here each micro-batch's is added.
+    for actual, expected in run_ranks(both_sides, 2, name, False, {}):
+        assert_close(actual, expected, tolerance=1e-5)
+
+
+def test_clipping_sees_the_accumulated_gradient() -> None:
+    for actual, expected in run_ranks(both_sides, 2, "blocks", True, {}, (0.05, 2.0)):
+        assert_close(actual, expected, tolerance=1e-5)
+        assert expected.norms[0] > 0.05, "nothing was clipped"
+
+
+def held_back(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of two micro-batches, the first under no_sync, and of both in one batch."""
+    first, second = models.batches("blocks", 2, rank)
+    model = zshard.wrap(models.build("blocks"))
+    with zshard.no_sync(model):
+        (models.loss_of(model, first) / 2).backward()
+    (models.loss_of(model, second) / 2).backward()
+    micro = zshard.full_grad(model, "blocks.1.up.weight").clone()
+    model = zshard.wrap(models.build("blocks"))
+    models.loss_of(model, torch.cat([first, second])).backward()
+    return micro, zshard.full_grad(model, "blocks.1.up.weight").clone()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_micro_batches_add_up_to_the_whole_batch(world_size: int) -> None:
+    for micro, whole in run_ranks(held_back, world_size):
+        torch.testing.assert_close(micro, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_zero_grad_drops_what_no_sync_held_back(by_optimizer: bool, set_to_none: bool) -> None:
+    model, plain = zshard.wrap(models.build("blocks")), models.build("blocks")
+    optimizer = adamw(model)
+    dropped, kept = models.batches("blocks", 2)
+    with zshard.no_sync(model):
+        models.loss_of(model, dropped).backward()
+    (optimizer if by_optimizer else model).zero_grad(set_to_none=set_to_none)
+    models.loss_of(model, kept).backward()
+    models.loss_of(plain, kept).backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, name), parameter.grad), name
+
+
+@pytest.mark.parametrize("name", ["inlet.weight", "blocks.1.up.bias"])
+def test_a_gradient_dropped_between_backwards_does_not_come_back(name: str) -> None:
+    model, plain = zshard.wrap(models.build("blocks")), models.build("blocks")
+    for batch in models.batches("blocks", 2):
+        for side in (model, plain):
+            side.get_parameter(name).grad = None
+            models.loss_of(side, batch).backward()
+    for key, parameter in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, key), parameter.grad), key
+
+
+def bf16_accumulation(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """100 micro-gradients of 1 after one of 1024: lost in a bf16 sum, exact in an fp32 one."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    model = zshard.wrap(model, precision=zshard.Precision.bf16(reduce=torch.float32))
+    for step in range(101):
+        value = 1024.0 if step == 0 else 1.0
+        model(torch.full((1, 1), value)).sum().backward()
+    synced = zshard.full_grad(model, "weight").clone()
+    return synced, torch.full((1, 1), 1124.0)
+
+
+def test_fp32_reduction_accumulates_bf16_gradients_in_fp32() -> None:
+    for actual, expected in run_ranks(bf16_accumulation, 2):
+        assert torch.equal(actual.float(), expected)

@@ -1,0 +1,175 @@
+"""clip_grad_norm_: the global norm on every rank, and steps that equal a clipped plain run."""
+
+from __future__ import annotations
+
+import math
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
+
+import zshard
+
+# The norm is summed shard by shard, so the clip factor differs in its last bits from a sum over
+# whole tensors; ten AdamW steps carry that on.
+kTolerance = 1e-5
+
+kLimit = 0.05  # far below the first norm of every case
+
+
+def both_sides(
+    rank: int, world_size: int, name: str, clip: tuple[float, float], sgd: bool = False
+) -> tuple[Record, Record]:
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) if sgd else adamw(model)
+
+    data = models.batches(name, kSteps, rank)
+    plain = Plain(models.build(name), world_size, models.kCases[name].unused)
+    expected = train(plain, optimizer(plain.module), data, clip=clip)
+    model = zshard.wrap(models.build(name))
+    return train(Wrapped(model), optimizer(model), data, clip=clip), expected
+
+
+def assert_clipped_alike(results: list[tuple[Record, Record]], tolerance: float) -> None:
+    for actual, expected in results:
+        assert_close(actual, expected, tolerance)
+        assert expected.norms[0] > kLimit, "nothing was clipped"
+    norms = [torch.stack(actual.norms) for actual, _ in results]
+    assert all(torch.equal(norm, norms[0]) for norm in norms), "ranks disagree about the norm"
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_every_norm_at_one_rank_equals_torchs(norm_type: float) -> None:
+    assert_clipped_alike([both_sides(0, 1, "blocks", (kLimit, norm_type))], kTolerance)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_norm_over_ranks_equals_ddps(world_size: int, norm_type: float) -> None:
+    results = run_ranks(both_sides, world_size, "blocks", (kLimit, norm_type))
+    assert_clipped_alike(results, 2 * kTolerance)
+
+
+def largest_gradient(rank: int, world_size: int) -> tuple[float, float]:
+    """The inf-norm of a model with zero-size parameters, which torch's own clipping refuses."""
+    model = zshard.wrap(models.build("odd_parameters"))
+    models.loss_of(model, models.batches("odd_parameters", 1, rank)[0]).backward()
+    grads = [zshard.full_grad(model, name) for name, _ in model.named_parameters()]
+    largest = max(float(grad.abs().max()) for grad in grads if grad.numel())
+    return float(zshard.clip_grad_norm_(model, 1.0, math.inf)), largest
+
+
+def test_the_inf_norm_passes_over_zero_size_parameters() -> None:
+    for norm, largest in run_ranks(largest_gradient, 2):
+        assert norm == largest
+
+
+@pytest.mark.parametrize("name", ["tied_across_units", "tied_in_one_unit", "unused", "frozen"])
+def test_tied_unused_and_frozen_parameters_are_counted_once_or_not_at_all(name: str) -> None:
+    for actual, expected in run_ranks(both_sides, 2, name, (kLimit, 2.0)):
+        assert_close(actual, expected, kTolerance)
+
+
+def test_torchs_optimizer_steps_with_the_clipped_gradients() -> None:
+    for actual, expected in run_ranks(both_sides, 2, "blocks", (kLimit, 2.0), True):
+        assert_close(actual, expected, kTolerance)
+        assert expected.norms[0] > kLimit, "nothing was clipped"
+
+
+def run(clip: tuple[float, float] | None) -> Record:
+    model = zshard.wrap(models.build("blocks"))
+    record = train(Wrapped(model), adamw(model), models.batches("blocks", kSteps), clip=clip)
+    record.norms = []
+    return record
+
+
+def test_a_norm_below_the_limit_changes_no_bit() -> None:
+    assert_same_bits(run((1e6, 2.0)), run(None))
+
+
+def test_clipping_changes_the_steps_at_all() -> None:
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_bits(run((kLimit, 2.0)), run(None))
+
+
+def planted(
+    rank: int, world_size: int, value: float, norm_type: float, strict: bool
+) -> tuple[str, Tensor, Tensor]:
+    """A non-finite loss on the last rank only: what every rank sees of it."""
+    model = zshard.wrap(models.build("blocks"))
+    before = zshard.full_param(model, "inlet.weight").clone()
+    loss = models.loss_of(model, models.batches("blocks", 1, rank)[0])
+    (loss * (value if rank == world_size - 1 else 1.0)).backward()
+    try:
+        norm = zshard.clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=strict)
+    except RuntimeError as error:
+        return str(error), zshard.full_param(model, "inlet.weight").clone(), before
+    return f"norm {float(norm)}", zshard.full_param(model, "inlet.weight").clone(), before
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_non_finite_gradient_on_one_rank_is_seen_by_all(value: float, norm_type: float) -> None:
+    seen = {message for message, _, _ in run_ranks(planted, 2, value, norm_type, False)}
+    assert len(seen) == 1 and seen <= {"norm nan", "norm inf"}
+
+
+class OneNaN(torch.nn.Module):
+    """Two parameters, one element a rank each; the gradient of one of the four is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad, self.good = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # x (2,), the gradient of `bad`
+        return (self.bad * x).sum() + 7.0 * self.good.sum()
+
+
+def one_nan(rank: int, world_size: int, norm_type: float) -> float:
+    model = zshard.wrap(OneNaN())
+    model(torch.tensor([math.nan, 1.0])).backward()
+    return float(zshard.clip_grad_norm_(model, 1.0, norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_nan_in_one_shard_is_not_lost_in_the_maximum_over_ranks(norm_type: float) -> None:
+    assert all(math.isnan(norm) for norm in run_ranks(one_nan, 2, norm_type))
+
+
+def test_error_if_nonfinite_raises_on_every_rank_and_changes_nothing() -> None:
+    for message, after, before in run_ranks(planted, 2, math.nan, 2.0, True):
+        assert "non-finite" in message and "norm" in message
+        assert torch.equal(after, before)
+
+
+def test_clipping_by_parameters_equals_clipping_by_model() -> None:
+    norms = []
+    for by_parameters in (False, True):
+        model = zshard.wrap(models.build("blocks"))
+        models.loss_of(model, models.batches("blocks", 1)[0]).backward()
+        target = list(model.parameters()) if by_parameters else model
+        norms.append(zshard.clip_grad_norm_(target, 0.05))
+    assert torch.equal(norms[0], norms[1])
+
+
+def test_clipping_without_any_gradient_gives_zero() -> None:
+    model = zshard.wrap(models.build("blocks"))
+    assert float(zshard.clip_grad_norm_(model, 1.0)) == 0.0
+
+
+@pytest.mark.parametrize("norm_types", [(2.0, 2.0), (math.inf, 2.0), (2.0, 1.0), (1.0, 2.0)])
+def test_clipping_twice_clips_the_clipped(norm_types: tuple[float, float]) -> None:
+    model, plain = zshard.wrap(models.build("blocks")), models.build("blocks")
+    batch = models.batches("blocks", 1)[0]
+    models.loss_of(model, batch).backward()
+    models.loss_of(plain, batch).backward()
+    for limit, norm_type in zip((0.2, 0.05), norm_types, strict=True):
+        ours = zshard.clip_grad_norm_(model, limit, norm_type)
+        theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    for name, parameter in plain.named_parameters():
+        clipped = zshard.full_grad(model, name)
+        torch.testing.assert_close(clipped, parameter.grad, rtol=1e-5, atol=1e-9, msg=name)
