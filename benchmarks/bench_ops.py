@@ -1,0 +1,138 @@
+"""zshard's kernels beside torch's, on CPU or CUDA: python benchmarks/bench_ops.py [--quick].
+
+Ratios are the peer's time over zshard's, measured in one run; see protocol.py. "of copy" is the
+rate at which zshard moves the fewest possible bytes, over the rate of a plain copy beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+
+import torch
+from environment import describe, headline, write_json
+from op_cases import Case, cast_case, copy_side, pack_case, reduce_case
+from optim_cases import adamw_case, phase_case
+from protocol import Effort, NotCapturable, Result, Side, measure, table
+from stream import compile_stream
+from tqdm import tqdm
+from workloads import QUICK, WORKLOADS
+
+_FP32, _BF16 = torch.float32, torch.bfloat16
+_CEILING_BYTES = 2 << 30
+_NOT_RUN = "DeepSpeed's and apex's kernels are not run: torch's own are the peers here."
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    """Every comparison, in the order of the tables."""
+    ranks = 8 if device.type == "cuda" else 2
+    stream = compile_stream() if device.type == "cpu" else None
+    names = list(QUICK if quick else WORKLOADS)
+    copied = [name for name in names if name != "Llama-8B / 64"]
+    dense = [name for name in copied if name != "1,000 small"]
+    big = [name for name in dense if name not in ("218M (8B layer)", "odd")]
+    updated = [name for name in names if name != "218M (8B layer)" or device.type == "cuda"]
+    phased = [name for name in updated if name not in ("odd", "1,000 small")]
+    found = [
+        pack_case(name, source, target, ranks)
+        for source, target in ((_BF16, _FP32), (_BF16, _BF16), (_FP32, _FP32))
+        for name in copied
+    ]
+    found += [cast_case(n, a, b) for a, b in ((_FP32, _BF16), (_BF16, _FP32)) for n in dense]
+    found += [reduce_case(name, dtype, ranks) for dtype in (_BF16, _FP32) for name in big]
+    found += [adamw_case(name, stream=stream) for name in updated]
+    found += [
+        phase_case(name, grad, norm=norm)
+        for norm in (False, True)
+        for grad in (_BF16, _FP32)
+        for name in phased
+    ]
+    return found
+
+
+def run(case: Case, device: torch.device, effort: Effort, replay: bool) -> Result:
+    """Build, check and measure one case, a copy of as many bytes beside it."""
+    sets = _sets(case.nbytes, device)
+    sides = [*case.build(device, sets), copy_side(case.nbytes, device, sets)]
+    name = f"{case.name} (replayed)" if replay else case.name
+    try:
+        return measure(name, sides, device, effort, sets=sets, replay=replay)
+    finally:
+        sides.clear()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _sets(nbytes: int, device: torch.device) -> int:
+    """Buffer sets that a side takes in turn: on CUDA, so many that no cache holds one's."""
+    if device.type == "cpu":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(4, math.ceil(4 * cache / nbytes))
+
+
+def ceiling(device: torch.device, effort: Effort) -> Result:
+    """The plain copy alone, of 2 GiB moved (a quarter of that on CPU)."""
+    nbytes = _CEILING_BYTES if device.type == "cuda" else _CEILING_BYTES // 4
+    side: Side = copy_side(nbytes, device, 1)
+    return measure("copy ceiling", [side], device, effort)
+
+
+def shares(results: list[Result]) -> str:
+    """GB/s of the fewest bytes, and the share of the copy and of the bare pattern beside it."""
+    lines = [f"{'case':34} {'GB/s':>8} {'of copy':>8} {'95 %':>13} {'of 4r3w':>8}"]
+    for result in results:
+        rate = result.nbytes[result.first] / min(result.seconds[result.first]) / 1e9
+        line = f"{result.case:34} {rate:8.1f}"
+        if share := result.share("copy"):
+            line += f" {share.median:8.2f} {share.low:6.2f}-{share.high:<6.2f}"
+        if share := result.share("4 reads, 3 writes"):
+            line += f" {share.median:8.2f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of torch and zshard, on CPU")
+    parser.add_argument("--only", default="", help="only cases whose name holds this text")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes: a look only")
+    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    device, effort = torch.device(arguments.device), Effort.of(arguments.quick)
+    facts = describe(device)
+    print(headline(facts))
+    results, refused = [ceiling(device, effort)], list[str]()
+    chosen = [case for case in cases(device, arguments.quick) if arguments.only in case.name]
+    if not chosen:
+        parser.error(f"--only {arguments.only!r}: no case has a name that holds it")
+    modes = (False, True) if device.type == "cuda" else (False,)
+    progress = tqdm(chosen, unit="case", disable=None)
+    for case in progress:
+        progress.set_postfix_str(case.name)
+        for replay in modes:
+            try:
+                results.append(run(case, device, effort, replay))
+            except NotCapturable as error:
+                refused.append(f"{case.name}: not replayed: {error}")
+    print(table(results, unit=1e-3))
+    print(shares(results), *refused, sep="\n")
+    print(f"{effort.rounds} rounds after {effort.warmups} warm-ups. {_NOT_RUN}")
+    if arguments.json:
+        report = {
+            "benchmark": "ops",
+            "environment": facts,
+            "quick": arguments.quick,
+            "not_run": [_NOT_RUN, *refused],
+            "results": [result.as_json() for result in results],
+        }
+        write_json(arguments.json, report)
+
+
+if __name__ == "__main__":
+    main()

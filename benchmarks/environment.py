@@ -1,0 +1,69 @@
+"""What a figure was measured on: versions, processor, threads, compiler, load."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+import zshard
+from zshard import _C
+
+
+def processor() -> str:
+    """The processor's name, as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """Everything that a reader needs in order to judge the figures."""
+    facts: dict[str, object] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "zshard": getattr(zshard, "__version__", "0.1.0"),
+        "extension": dict(_C.build_info()),
+        "isa": os.environ.get("ZSHARD_ISA", "auto"),
+        "python": platform.python_version(),
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["gpu"] = properties.name
+        facts["gpu_memory_bytes"] = properties.total_memory
+        facts["gpu_l2_bytes"] = properties.L2_cache_size
+        facts["cuda"] = torch.version.cuda
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
+
+
+def headline(facts: dict[str, object]) -> str:
+    """The facts in a few lines."""
+    where = facts.get("gpu", facts["processor"])
+    built = facts["extension"]
+    assert isinstance(built, dict)
+    return (
+        f"{where}, {facts['cores']} cores, {facts['threads']} thread(s), torch {facts['torch']}, "
+        f"extension by {built['compiler']} (CUDA {built['cuda']}), {facts['date']}, "
+        f"load {facts['load_at_start']} at the start"
+    )
+
+
+def write_json(path: str, report: dict[str, object]) -> None:
+    """Write ``report`` to the file ``path``; its folder is made."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(report, indent=1) + "\n")

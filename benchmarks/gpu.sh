@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# All checks and measurements that need a GPU, in one call of under 10 minutes:
+#
+#   benchmarks/gpu.sh [RESULTS [DEVICE]]   RESULTS: default benchmarks/results; DEVICE: cuda or cpu
+#
+# Builds the extension for this GPU in the checkout (no network, no build isolation), runs the tests
+# marked cuda, compute-sanitizer on the ops, and the benchmarks: kernels; steps with NCCL at N = 1,
+# and with the fake process group at N = 8 and 64. Writes RESULTS/<gpu>-<date>-*.json and one log. A
+# stage that fails is reported, the later ones still run, and the exit status is 1. With cpu, the
+# same stages run without a GPU as far as they can: to try the script, not to measure.
+#
+# PYTHON: the interpreter that has torch and pytest (python3).
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+results=${1:-benchmarks/results}
+device=${2:-cuda}
+python=${PYTHON:-python3}
+time_limit=570 # seconds for everything; what does not fit any more is reported as failed
+
+case $device in
+cuda) nccl=nccl ;;
+cpu) nccl=gloo ;;
+*)
+    echo "gpu.sh: DEVICE is '$device': use cuda or cpu" >&2
+    exit 2
+    ;;
+esac
+
+# The slug of the file names, and the GPU's architecture (90 for an H200).
+name=$("$python" - "$device" <<'EOF'
+import re, sys, time, torch
+gpu = torch.cuda.get_device_name() if sys.argv[1] == "cuda" else "cpu"
+print(re.sub("[^a-z0-9]+", "-", gpu.lower()) + time.strftime("-%Y-%m-%d"))
+EOF
+) || {
+    echo "gpu.sh: $python finds no torch, or torch no GPU: set PYTHON, or try 'cpu'" >&2
+    exit 2
+}
+mkdir -p "$results" || exit 2
+results=$(cd "$results" && pwd)
+log=$results/$name.log
+: >"$log"
+
+summary=()
+failed=0
+
+# stage NAME SECONDS COMMAND...: run it within its limit and the time left; remember how it ended.
+stage() {
+    local title=$1 limit=$2 status start=$SECONDS
+    shift 2
+    local left=$((time_limit - SECONDS))
+    if ((left < 10)); then
+        status="FAILED: no time left"
+    else
+        ((limit < left)) || limit=$left
+        printf '\n=== %s: %s\n' "$title" "$*" | tee -a "$log"
+        if timeout -k 5 "$limit" "$@" >"$log.stage" 2>&1; then
+            status=ok
+        else
+            status="FAILED with status $? (124: over its $limit s)"
+        fi
+        cat "$log.stage" >>"$log"
+        # Progress bars redraw their line; only what they end with is worth printing.
+        tr '\r' '\n' <"$log.stage" | tail -n 40
+        rm -f "$log.stage"
+    fi
+    [[ $status == ok ]] || failed=1
+    summary+=("$(printf '%-24s %4d s  %s' "$title" $((SECONDS - start)) "$status")")
+}
+
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+if [[ $device == cuda ]]; then
+    export ZSHARD_CUDA=1
+    # One architecture: building for all takes minutes, and is what the wheel's checks are for.
+    capability='import torch; print("%d%d" % torch.cuda.get_device_capability())'
+    ZSHARD_CUDA_ARCHS=$("$python" -c "$capability")
+    export ZSHARD_CUDA_ARCHS
+fi
+
+stage build 200 "$python" setup.py build_ext --inplace
+
+if [[ $device == cuda ]]; then
+    stage "cuda tests" 150 "$python" -m pytest tests -m cuda -q -p no:cacheprovider
+    # Every test loads torch under the tool, which takes most of the time: one test per op and dtype
+    # would not fit. Without torch's caching allocator each tensor is its own allocation, so that
+    # reading past a tensor's end is seen.
+    stage "compute-sanitizer" 120 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+        compute-sanitizer --tool memcheck --error-exitcode 86 \
+        "$python" -m pytest tests/test_ops_pack.py tests/test_ops_cast.py tests/test_ops_reduce.py \
+        tests/test_ops_adamw.py -m cuda -q -p no:cacheprovider --maxfail=5
+    quick=()
+    models=(100m 350m)
+    tokens=1024
+else
+    stage "cpu tests" 150 "$python" -m pytest tests/test_ops_cast.py -q -p no:cacheprovider
+    quick=(--quick)
+    models=(25m)
+    tokens=128
+fi
+
+stage "ops" 200 "$python" benchmarks/bench_ops.py --device "$device" "${quick[@]}" \
+    --json "$results/$name-ops.json"
+stage "step, $nccl, N = 1" 120 "$python" benchmarks/bench_step.py --device "$device" "${quick[@]}" \
+    --backend "$nccl" --ranks 1 --model "${models[@]}" --tokens $tokens --precision fp32 bf16/bf16 \
+    --json "$results/$name-step-n1.json"
+for ranks in 8 64; do
+    stage "step, fake, N = $ranks" 90 "$python" benchmarks/bench_step.py --device "$device" \
+        "${quick[@]}" --backend fake --ranks $ranks --model "${models[@]}" --tokens $tokens \
+        --precision bf16/bf16 --json "$results/$name-step-fake$ranks.json"
+done
+# Two ranks share the GPU over gloo: right losses across ranks, no figure of speed.
+stage "losses, gloo, N = 2" 90 "$python" benchmarks/bench_step.py --device "$device" \
+    --backend gloo --ranks 2 --model 25m --tokens 128 --precision fp32 bf16 --against ddp \
+    --check-only --skip-host
+
+printf '%s\n' "" "=== $name, $SECONDS s" "${summary[@]}" | tee -a "$log"
+exit $failed

@@ -1,0 +1,259 @@
+"""The optimizer's kernels beside what torch does: the update alone, and the whole phase.
+
+[Note: what the optimizer phase is]
+From the reduced gradient to the parameters that the next step gathers: unscale, global norm, clip,
+AdamW, bf16 copy out. torch needs a pass for each. zshard needs one: the pass after each
+reduction has left the sum of squares and the non-finite flag, and adamw_ applies the factor and
+writes the send buffer. "phase" charges zshard that one pass; "phase+norm" also the whole reduce_
+that yields the norm, as if it did nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from op_cases import Case, same
+from protocol import Side
+from torch import Tensor
+from workloads import WORKLOADS, random_tensors
+
+import zshard.reference as reference
+from zshard import ops
+
+_LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+Stream = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+class _State:
+    """The operands of one optimizer step: a shard in flat buffers, and torch's views of the same.
+
+    Args:
+        grad: dtype of the reduced gradient.
+        send: whether a bf16 copy of the parameters is written.
+        each: make every tensor a shard of its own, as 1,000 plain parameters would be.
+    """
+
+    def __init__(
+        self, workload: str, grad: torch.dtype, device: torch.device, *, send: bool, each: bool
+    ) -> None:
+        shapes = WORKLOADS[workload]
+        skew = int(workload == "odd")
+        numels = [torch.Size(shape).numel() for shape in shapes]
+        flats = numels if each else [sum(numels)]
+
+        def make(dtype: torch.dtype) -> list[Tensor]:
+            return random_tensors(tuple((n,) for n in flats), dtype, device, skew=skew)
+
+        self.masters, self.exp_avgs = make(torch.float32), make(torch.float32)
+        # Away from 0, where the update is ill-conditioned and torch's rounding would show.
+        self.exp_avg_sqs = [x.square_().add_(0.1) for x in make(torch.float32)]
+        self.grads = make(grad)
+        self.chunks = [g.view(1, -1).clone() for g in self.grads]  # as the exchange delivers them
+        self.sends = make(torch.bfloat16) if send else []
+        ends = [sum(numels[: i + 1]) for i in range(len(numels))]
+        rows = (
+            [[i, 0, n] for i, n in enumerate(numels)]
+            if each
+            else [[0, end - n, end] for n, end in zip(numels, ends, strict=True)]
+        )
+        self.segments = torch.tensor(rows, dtype=torch.int64, device=device)
+        hyper = [_LR, _BETA1, _BETA2, _EPS, _DECAY, 1.0]
+        self.hypers = torch.tensor([hyper] * len(rows), dtype=torch.float64, device=device)
+        self.steps = torch.full((len(rows),), 10, dtype=torch.int64, device=device)
+        self.inverse_scale = torch.ones(1, device=device)  # of the loss scale
+        self.found = torch.zeros(1, device=device)  # nonzero: a gradient is not finite
+        self.max_norm = math.sqrt(sum(numels)) / 4  # a quarter of the norm that randn has
+        # Of reduce_, a row a shard: the sum of squares, and the non-finite flag.
+        self.stats = torch.zeros(len(flats), 2, dtype=torch.float64, device=device)
+        self.views = _Views(*(self._split(x, rows) for x in self._lists()))
+        self.wide = self.views.grads
+        if grad != torch.float32:  # torch's AdamW takes fp32 gradients only
+            self.wide = [torch.empty_like(g, dtype=torch.float32) for g in self.views.grads]
+        # torch keeps the count of steps in a tensor a parameter, on CPU on the host.
+        self.torch_steps = [torch.tensor(10.0, device=device) for _ in rows]
+
+    def _lists(self) -> list[list[Tensor]]:
+        return [self.masters, self.exp_avgs, self.exp_avg_sqs, self.grads, self.sends]
+
+    @staticmethod
+    def _split(flats: list[Tensor], rows: list[list[int]]) -> list[Tensor]:
+        return [flats[u][begin:end] for u, begin, end in rows] if flats else []
+
+    def measure_norm(self) -> None:
+        """Fill ``stats`` as the pass after each reduction does."""
+        for grad, chunk, stats in zip(self.grads, self.chunks, self.stats, strict=True):
+            ops.reduce_(grad, chunk, stats=stats)
+
+    def zshard_step(self, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+        ops.adamw_(
+            self.masters,
+            [],
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            self.grads,
+            self.sends,
+            self.segments,
+            self.hypers,
+            self.steps,
+            grad_scale=grad_scale,
+            skip=skip,
+        )
+
+    def factor(self) -> tuple[Tensor, Tensor]:
+        """What multiplies the gradients (unscale and clip), and the non-finite flag, (1,) fp32."""
+        stats = self.stats.sum(0)
+        norm = stats[:1].sqrt().float() * self.inverse_scale
+        clip = (self.max_norm / (norm + _TINY)).clamp_(max=1.0)
+        return clip * self.inverse_scale, stats[1:].float()
+
+    def zshard_phase(self) -> None:
+        self.zshard_step(*self.factor())
+
+    def torch_step(self) -> None:
+        torch._foreach_add_(self.torch_steps, 1)
+        torch._fused_adamw_(
+            self.views.masters,
+            self.wide,
+            self.views.exp_avgs,
+            self.views.exp_avg_sqs,
+            [],
+            self.torch_steps,
+            amsgrad=False,
+            lr=_LR,
+            beta1=_BETA1,
+            beta2=_BETA2,
+            weight_decay=_DECAY,
+            eps=_EPS,
+            maximize=False,
+            grad_scale=None,
+            found_inf=self.found,
+        )
+
+    def torch_phase(self) -> None:
+        if self.wide is not self.views.grads:
+            torch._foreach_copy_(self.wide, self.views.grads)
+        self.found.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(self.wide, self.found, self.inverse_scale)
+        norm = torch.nn.utils.get_total_norm(self.wide, foreach=True)
+        torch._foreach_mul_(self.wide, (self.max_norm / (norm + _TINY)).clamp_(max=1.0))
+        self.torch_step()
+        if self.sends:
+            torch._foreach_copy_(self.views.sends, self.views.masters)
+
+    def snapshot(self) -> list[Tensor]:
+        return [x.clone() for part in self._lists() for x in part]
+
+    def restore(self, saved: list[Tensor]) -> None:
+        live = [x for part in self._lists() for x in part]
+        for x, value in zip(live, saved, strict=True):
+            x.copy_(value)
+        self.steps.fill_(10)
+        for step in self.torch_steps:
+            step.fill_(10)
+
+    def poison(self) -> None:
+        for send in self.sends:
+            send.fill_(float("nan"))
+
+
+class _Views(NamedTuple):
+    """One tensor a parameter, of the memory that zshard's shards are in."""
+
+    masters: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    grads: list[Tensor]
+    sends: list[Tensor]
+
+
+def _check(state: _State) -> None:
+    """zshard's phase has the reference's bits; torch's agrees within fp32 rounding."""
+    start = state.snapshot()
+    state.inverse_scale.fill_(0.5)
+    state.measure_norm()
+    outcomes = []
+    for step in (state.zshard_phase, state.torch_phase):
+        state.restore(start)
+        state.poison()
+        step()
+        outcomes.append([x.clone() for x in (*state.masters, *state.exp_avgs, *state.sends)])
+    state.restore(start)
+    reference.adamw_(
+        state.masters,
+        [],
+        state.exp_avgs,
+        state.exp_avg_sqs,
+        state.grads,
+        state.sends,
+        state.segments,
+        state.hypers,
+        state.steps,
+        grad_scale=state.factor()[0],
+    )
+    expected = [*state.masters, *state.exp_avgs, *state.sends]
+    for ours, theirs, wanted in zip(*outcomes, expected, strict=True):
+        same(ours, wanted, "adamw_")
+        rounding = 1e-5 if wanted.dtype == torch.float32 else 1e-2
+        same(theirs, wanted, "torch's sequence", rtol=rounding)
+    state.restore(start)
+    # torch unscales and clips in place: with a scale of 1, running it again changes little.
+    state.inverse_scale.fill_(1.0)
+
+
+def adamw_case(workload: str, *, stream: Stream | None) -> Case:
+    """The update alone, fp32 gradients: adamw_ against torch's fused AdamW and the bare pattern."""
+    numel = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload])
+    each = workload in ("1,000 small", "odd")
+
+    def build(device: torch.device, sets: int) -> list[Side]:
+        states = [
+            _State(workload, torch.float32, device, send=False, each=each) for _ in range(sets)
+        ]
+        _check(states[0])
+        sides = [
+            Side("adamw_", lambda i: states[i].zshard_step(), nbytes=28 * numel),
+            Side("torch fused AdamW", lambda i: states[i].torch_step(), nbytes=28 * numel),
+        ]
+        if stream is not None and device.type == "cpu" and not each:
+            operands = [torch.randn(numel) for _ in range(4)]
+            sides.append(Side("4 reads, 3 writes", lambda i: stream(*operands), nbytes=28 * numel))
+        return sides
+
+    return Case(f"adamw fp32 {workload}", 28 * numel, build)
+
+
+def phase_case(workload: str, grad: torch.dtype, *, norm: bool) -> Case:
+    """The optimizer phase; see [Note: what the optimizer phase is]."""
+    numel = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload])
+    nbytes = numel * (26 + grad.itemsize)  # p, m, v read and written, the bf16 copy, the gradient
+    if norm:
+        nbytes += numel * 2 * grad.itemsize
+
+    def build(device: torch.device, sets: int) -> list[Side]:
+        states = [_State(workload, grad, device, send=True, each=False) for _ in range(sets)]
+        _check(states[0])
+
+        def ours(i: int) -> None:
+            if norm:
+                states[i].measure_norm()
+            states[i].zshard_phase()
+
+        def stale() -> None:
+            for state in states:
+                state.poison()
+
+        for state in states:
+            state.measure_norm()
+        return [
+            Side("reduce_ and adamw_" if norm else "adamw_", ours, stale, nbytes),
+            Side("torch sequence", lambda i: states[i].torch_phase(), stale, nbytes),
+        ]
+
+    name = "phase+norm" if norm else "phase"
+    return Case(f"{name} {_NAMES[grad]} grads {workload}", nbytes, build)

@@ -1,0 +1,74 @@
+"""Starts the ranks of a step benchmark on this machine, and ends all of them if one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_DEADLINE = timedelta(minutes=5)  # of one collective
+
+RankMain = Callable[..., dict[str, object]]
+
+
+def run_ranks(
+    main: RankMain,  # a top-level function: (*arguments) -> rank 0's report
+    arguments: tuple[object, ...],
+    *,
+    ranks: int,
+    backend: str,
+    device: torch.device,
+) -> dict[str, object]:
+    """Call ``main`` on every rank of a process group; return what rank 0 returned.
+
+    Args:
+        backend: "gloo", "nccl", or "fake": one process that plays rank 0 of ``ranks``, whose
+            collectives do nothing.
+    """
+    # One thread a rank, as the protocol asks. The environment is read when torch is imported.
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
+        mp.start_processes(
+            _rank,
+            args=(main, arguments, ranks, backend, device, folder),
+            nprocs=1 if backend == "fake" else ranks,
+            start_method="spawn",
+        )
+        report: dict[str, object] = json.loads(Path(folder, "report.json").read_text())
+        return report
+
+
+def _rank(
+    rank: int,
+    main: RankMain,
+    arguments: tuple[object, ...],
+    ranks: int,
+    backend: str,
+    device: torch.device,
+    folder: str,
+) -> None:
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store: dist.Store = FakeStore()
+    else:
+        if Path("/sys/class/net/lo").exists():  # else gloo looks the host's name up
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(str(Path(folder, "store")), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_DEADLINE)
+    report = main(*arguments)
+    if rank == 0:
+        Path(folder, "report.json").write_text(json.dumps(report))
+    with suppress(RuntimeError):  # the report is written; a peer may be gone already
+        dist.destroy_process_group()
