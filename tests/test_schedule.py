@@ -29,7 +29,7 @@ backward root,
 backward blocks.2, gather blocks.1, reshard blocks.2, pack blocks.2, reduce blocks.2,
 wait blocks.1, backward blocks.1, gather blocks.0, reshard blocks.1, pack blocks.1, reduce blocks.1,
 wait blocks.0, backward blocks.0, reshard blocks.0, pack blocks.0, reduce blocks.0,
-reshard root, pack root, reduce root
+reshard root, pack root, reduce root, step root
 """
 kUnits = ("root", "blocks.0", "blocks.1", "blocks.2")
 
@@ -55,9 +55,11 @@ def build(**options: object) -> nn.Module:
 
 def recorded_step(rank: int, world_size: int, prefetch: int) -> list[tuple[str, str]]:
     model = build(prefetch=prefetch)
+    optimizer = zshard.AdamW(model.parameters())
     one_step(model, rank, 0)
     with zshard.trace(model) as trace:
         one_step(model, rank, 1)
+        optimizer.step()
     return [tuple(event) for event in trace.events]
 
 

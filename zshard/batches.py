@@ -7,20 +7,22 @@ that lies (in part) in them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .errors import OptimizerError
 from .flat import Flat
 from .param import Sharded
-from .reduction import Reducer
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
 
 
 class Kind(NamedTuple):
     """What the shards of one batch have in common."""
 
-    reducer: Reducer | None  # whose clip factor applies; None for plain parameters
+    schedule: Schedule | None  # of the wrapped model; None for plain parameters
     device: torch.device
     grad: torch.dtype
     send: torch.dtype | None  # None: the master is what is sent
@@ -129,7 +131,7 @@ def kind_of(param: torch.Tensor) -> Kind:
     if isinstance(param, Sharded):
         flat = param.flat
         send = None if flat.send is flat.master else flat.send.dtype
-        kind = Kind(flat.schedule.reducer, flat.device, flat.dtypes.reduce, send)
+        kind = Kind(flat.schedule, flat.device, flat.dtypes.reduce, send)
         name, master = param.fqn, flat.dtypes.master
     else:
         kind = Kind(None, param.device, param.dtype, None)

@@ -64,8 +64,8 @@ class _FusedAdam(Optimizer):
                 loss = closure()
         self._build()
         for kind, batch in self._batches.items():
-            if kind.reducer is not None:
-                kind.reducer.settle()
+            if kind.schedule is not None:
+                kind.schedule.reducer.settle()
             self._update(kind, batch)
         return loss
 
@@ -73,6 +73,8 @@ class _FusedAdam(Optimizer):
         active = [has_grad(row.param) for row in batch.rows]
         if not any(active):
             return
+        if kind.schedule is not None:
+            kind.schedule.note("step", kind.schedule.root)
         batch.refresh([self._hyper(group) for group in self.param_groups], active)
         ops.adamw_(
             batch.masters,
@@ -85,7 +87,7 @@ class _FusedAdam(Optimizer):
             batch.hypers,
             batch.steps,
             active=None if all(active) else batch.active,
-            grad_scale=None if kind.reducer is None else kind.reducer.grad_scale,
+            grad_scale=None if kind.schedule is None else kind.schedule.reducer.grad_scale,
         )
         batch.written()
 

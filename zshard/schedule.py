@@ -102,7 +102,7 @@ class Schedule:
             self._recorded, self._cursor = [], 0
             self._forget_last_forward()
         self._obtain(self.root)
-        self._note("forward", self.root)
+        self.note("forward", self.root)
         self._prefetch_forward()
         if self.precision.cast_inputs and self.precision.compute is not None:
             return map_tensors(self._cast_input, (args, kwargs))  # type: ignore[return-value]
@@ -127,7 +127,7 @@ class Schedule:
         if self._bypassed():
             return
         self._obtain(unit)
-        self._note("forward", unit)
+        self.note("forward", unit)
         if self.phase is Phase.FORWARD:
             self._recorded.append(unit)
             if self._cursor < len(self._order) and self._order[self._cursor] is unit:
@@ -180,7 +180,7 @@ class Schedule:
             if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
                 self._release(other)
         self._obtain(unit)
-        self._note("backward", unit)
+        self.note("backward", unit)
         before = self._order[: self._cursor]
         if unit in before:
             self._cursor = len(before) - 1 - before[::-1].index(unit)
@@ -219,13 +219,13 @@ class Schedule:
         if unit.may_free_early:
             self._release(unit)
         if self.sync:
-            self.reducer.unit_done(unit, self._tag("reduce", unit), self._note)
+            self.reducer.unit_done(unit, self._tag("reduce", unit), self.note)
 
     def _end_backward(self) -> None:
         for unit in self.units:
             self._release(unit)
         if self.sync:
-            self.reducer.finish(self._tag("reduce", self.root), self._note)
+            self.reducer.finish(self._tag("reduce", self.root), self.note)
             self.step += 1
         self.phase = Phase.IDLE
 
@@ -235,12 +235,12 @@ class Schedule:
         if unit.state is State.SHARDED:
             self._gather(unit)
         if unit.state is State.GATHERING:
-            self._note("wait", unit)
+            self.note("wait", unit)
             unit.wait()
         unit.in_use = True
 
     def _gather(self, unit: Unit) -> None:
-        self._note("gather", unit)
+        self.note("gather", unit)
         unit.gather(self._tag("gather", unit), move=self.phase is not Phase.BACKWARD)
 
     def _prefetch(self, unit: Unit) -> None:
@@ -249,7 +249,7 @@ class Schedule:
 
     def _release(self, unit: Unit) -> None:
         if unit.state is not State.SHARDED:
-            self._note("reshard", unit)
+            self.note("reshard", unit)
             unit.reshard()
 
     def _forget_last_forward(self) -> None:
@@ -287,7 +287,7 @@ class Schedule:
     def _tag(self, phase: str, unit: Unit) -> Tag:
         return Tag(self.step, phase, unit.label)
 
-    def _note(self, phase: str, unit: Unit) -> None:
+    def note(self, phase: str, unit: Unit) -> None:
         """Tell the trace, and the profiler, that ``phase`` begins for ``unit``."""
         if self.trace is not None:
             self.trace.add(phase, unit.label)
