@@ -295,3 +295,93 @@ def test_no_pass_over_the_gradients_applies_the_clip_factor_where_the_step_does(
     zshard.clip_grad_norm_(model, 1e-3)
     grad = zshard.full_grad(model, "outlet.bias")  # someone looks: now it is applied
     assert grad is not None and float(grad.abs().max()) <= 1e-3
+
+
+class Routed(Blocks):
+    """Blocks of which each rank runs a subset of its own, as experts are run."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(order=(0, 1 + rank))
+
+
+def different_subsets(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = zshard.wrap(Routed(rank))
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    one_step(model, rank, 0)
+    before = {name: shard.clone() for name, shard in zshard.local_shards(model).items()}
+    with pytest.raises(zshard.MismatchError) as caught:
+        optimizer.step()
+    assert all(torch.equal(before[name], s) for name, s in zshard.local_shards(model).items())
+    return str(caught.value)
+
+
+def test_ranks_that_gathered_different_units_are_told_before_the_step() -> None:
+    for message in run_ranks(different_subsets, 2):
+        assert "rank 0 'blocks.1', rank 1 'blocks.2'" in message
+
+
+def test_between_forward_and_backward_the_modules_hold_sharded_parameters() -> None:
+    model = build()
+    params = list(model.parameters())
+    for step in range(2):
+        loss = models.loss_of(model, batch(0, step))
+        assert all(now is before for now, before in zip(model.parameters(), params, strict=True))
+        model.zero_grad()
+        loss.backward()
+    torch.manual_seed(0)
+    plain = Blocks()
+    one_step(plain, 0, 1)
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, name), param.grad), name
+
+
+class Written(Block):
+    """Changes its weight in forward, as some quantisers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_parameter_written_in_forward_is_an_error_and_not_lost() -> None:
+    model = Blocks()
+    model.blocks = nn.ModuleList(Written() for _ in range(2))
+    zshard.wrap(model)
+    with pytest.raises(zshard.StateError, match=r"forward changed one of blocks\.0.*in place"):
+        model(batch(0, 0))
+
+
+class Prompt(nn.Module):
+    """A unit whose output is a view of its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self) -> Tensor:
+        return self.weight.t()
+
+
+class Prompted(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ModuleList([Prompt(), Prompt()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (prompt() for prompt in self.prompts)
+        return super().forward(x @ first) + super().forward(x @ second)
+
+
+def prompted_loss(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    plain = Prompted()
+    torch.manual_seed(0)
+    model = zshard.wrap(Prompted())
+    return one_step(model, rank, 0), one_step(plain, rank, 0)
+
+
+def test_a_view_of_a_parameter_may_leave_its_unit() -> None:
+    for ours, theirs in run_ranks(prompted_loss, 2):
+        assert torch.equal(ours, theirs)

@@ -9,6 +9,7 @@ import torch
 
 from .comm import Comm, Tag
 from .errors import MismatchError
+from .layout import dense_stride
 from .unitmap import UnitSpec
 
 _CHUNK = 1 << 22  # elements hashed at once: bounds the temporary int64 copy to 32 MiB
@@ -20,6 +21,7 @@ class _Fact(NamedTuple):
     name: str
     unit: str
     shape: tuple[int, ...]
+    stride: tuple[int, ...]  # of its place in the flat buffer
     dtype: str
     requires_grad: bool
     values: tuple[int, int]
@@ -36,6 +38,7 @@ def check(specs: Sequence[UnitSpec], comm: Comm) -> None:
             owned.name,
             spec.name or "root",
             tuple(owned.param.shape),
+            dense_stride(owned.param),
             str(owned.param.dtype),
             owned.param.requires_grad,
             digest(owned.param.detach()),

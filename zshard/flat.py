@@ -66,6 +66,7 @@ class Flat:
         self.sent = self.send.view(torch.uint8)
         self.send_stale = not same
         self.updates = 0
+        self._marked = 0  # the version counter of `base` as we last set it
         self.params = [
             Sharded(self.master[a:b], self, i, is_param=True)
             for i, (a, b, _) in enumerate(self._locals)
@@ -128,7 +129,12 @@ class Flat:
     def mark(self, *, valid: bool) -> None:
         """Say in the version counter what the full buffer holds."""
         if self.base is not None:
-            _unsafe_set_version_counter((self.base,), (2 * self.updates + (not valid),))
+            self._marked = 2 * self.updates + (not valid)
+            _unsafe_set_version_counter((self.base,), (self._marked,))
+
+    def written_while_gathered(self) -> bool:
+        """Whether somebody wrote to a leaf in place since the last ``mark``."""
+        return self.base is not None and self.base._version != self._marked
 
     def refresh_send(self) -> None:
         """Bring the send buffer up to the master after something other than adamw_ wrote it."""

@@ -115,6 +115,17 @@ class Sharded(torch.Tensor):
         super().requires_grad_(requires_grad)
         return self
 
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refused: autograd never sees the sharded parameter."""
+        raise StateError(
+            f"{self.fqn}: a hook on a sharded parameter would never run. Read reduced gradients "
+            "after backward (zshard.full_grad(model, name), or elementwise from p.grad)."
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refused, as ``register_hook`` is."""
+        self.register_hook(hook)
+
     @property
     def fqn(self) -> str:
         """The parameter's fully qualified name in the wrapped model."""

@@ -5,17 +5,25 @@ exchange, and one pass that sums the ranks' chunks in rank order, accumulates, a
 of squares and a non-finite flag. One exchange is in flight at a time, under the next unit's
 backward. After the last one a single small all-reduce tells every rank the global sum of squares,
 whether anything is not finite, and which parameters have a gradient on any rank.
+
+[Note: the desync guard]
+Ranks that gather different units at the same time get wrong numbers without any error from the
+backend. So the all-reduce also carries a 16-bit mark of the order of gathers, and its square: if
+N times the sum of squares is not the square of the sum, the marks differ, and every rank knows.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 
 from . import ops
 from .comm import Comm, Handle, Tag
+from .errors import MismatchError
 from .flat import Flat
 from .pool import Pool
 from .streams import Mark, compute_waits
@@ -60,7 +68,9 @@ class Reducer:
         self._buffers: dict[Flat, _Buffers] = {}
         self._stats = torch.zeros(len(self.flats), 2, dtype=torch.float64, device=device)
         self._present: list[bool] = []
-        self._summary: torch.Tensor | None = None  # (2 + parameters,) float64, being all-reduced
+        self._gathered: list[str] = []
+        # (4 + parameters,) float64, being all-reduced: squares' sum, non-finite, guard, presence.
+        self._summary: torch.Tensor | None = None
         self._summary_handle: Handle | None = None
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
@@ -96,13 +106,20 @@ class Reducer:
         """Whether ``unit``'s gradients of this backward have been packed already."""
         return unit in self._reduced
 
-    def finish(self, tag: Tag, note: Note) -> None:
-        """End a backward: reduce what is left, and start telling the ranks what came out."""
+    def finish(self, tag: Tag, note: Note, gathered: Sequence[str]) -> None:
+        """End a backward: reduce what is left, and start telling the ranks what came out.
+
+        Args:
+            gathered: labels of the units gathered since the last reduction, in order.
+        """
         for unit in self._order[self._next :]:
             self.unit_done(unit, tag._replace(unit=unit.label), note)
         self._land()
-        present = torch.tensor(self._present, dtype=torch.float64)
-        self._summary = torch.cat((self._stats.sum(0), present.to(self._device)))
+        # See [Note: the desync guard].
+        self._gathered = list(gathered)
+        mark = zlib.crc32("\n".join(gathered).encode()) & 0xFFFF
+        told = torch.tensor([mark, mark * mark, *self._present], dtype=torch.float64)
+        self._summary = torch.cat((self._stats.sum(0), told.to(self._device)))
         if self._comm.size > 1 and self.flats:
             tag = tag._replace(phase="reduce", unit="norm")
             self._summary_handle = self._comm.all_reduce(self._summary, tag)
@@ -115,9 +132,26 @@ class Reducer:
             self._summary_handle.wait()
         summary, self._summary, self._summary_handle = self._summary, None, None
         self._sum_of_squares = summary[0]
-        present = iter((summary[2:] != 0).tolist())
+        marks, squares, *present = summary[2:].tolist()
+        if squares * self._comm.size != marks * marks:
+            self._raise_desync()
+        flags = iter(present)
         for flat in self.flats:
-            flat.has_grad = [next(present) or had for had in flat.has_grad]
+            flat.has_grad = [next(flags) > 0 or had for had in flat.has_grad]
+
+    def _raise_desync(self) -> None:
+        """Say which units the ranks gathered instead of each other's; every rank comes here."""
+        everyone = self._comm.all_gather_object(self._gathered, Tag(0, "reduce", "norm"))
+        rows = list(zip_longest(*everyone, fillvalue="nothing"))  # type: ignore[call-overload]
+        first = next(row for row in rows if len(set(row)) > 1)
+        seen = ", ".join(f"rank {rank} {label!r}" for rank, label in enumerate(first))
+        for flat in self.flats:
+            flat.has_grad = [False] * len(flat.has_grad)
+        raise MismatchError(
+            f"the ranks gathered different units at the same time: {seen}. The last forward and "
+            "backward are wrong on every rank, and their gradients are dropped. Every rank has to "
+            "run the same units in the same order."
+        )
 
     def _reduce(self, unit: Unit, tag: Tag, note: Note) -> None:
         self._reduced.add(unit)

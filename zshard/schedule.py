@@ -66,6 +66,7 @@ class Schedule:
         self.trace: Trace | None = None
         self._order: list[Unit] = []  # units as the last forward called them
         self._recorded: list[Unit] = []
+        self._gathered: list[str] = []  # labels, since the last reduction: must agree on all ranks
         self._cursor = 0  # in _order: forward, the next entry; backward, the last one met
         self._current: Unit | None = None  # whose backward was announced last
         for unit in units:
@@ -85,7 +86,7 @@ class Schedule:
     def _before_hook(self, unit: Unit) -> Callable[..., None]:
         return lambda module, args, kwargs: self._before(unit)
 
-    def _after_hook(self, unit: Unit) -> Callable[..., None]:
+    def _after_hook(self, unit: Unit) -> Callable[..., object]:
         return lambda module, args, kwargs, output: self._after(unit, (args, kwargs), output)
 
     # --- forward ---------------------------------------------------------------------------------
@@ -115,12 +116,15 @@ class Schedule:
             return None
         if self.precision.output is not None:
             output = map_tensors(self._cast_output, output)
+        self.root.check_unwritten()
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
             self._order = self._recorded
         if not self._watch(self.root, (args, kwargs), output):
             for unit in self.units:
                 self._release(unit)
+        # Between forward and backward, user code must meet the sharded parameters everywhere.
+        self.root.uninstall()
         return output
 
     def _before(self, unit: Unit) -> None:
@@ -134,20 +138,27 @@ class Schedule:
                 self._cursor += 1
             self._prefetch_forward()
 
-    def _after(self, unit: Unit, inputs: object, output: object) -> None:
+    def _after(self, unit: Unit, inputs: object, output: object) -> object:
         if self._bypassed() or unit.state is not State.GATHERED:
-            return
+            return None
+        unit.check_unwritten()
+        # A unit may return (a view of) a parameter itself; its memory is about to be given away.
+        if any(unit.lends(tensor) for tensor in tensors_in(output)):
+            output = map_tensors(lambda t: t.clone() if unit.lends(t) else t, output)
         watched = self._watch(unit, inputs, output)
         if self.phase is Phase.BACKWARD:
             # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but
             # gives way to the other units of a region that spans several.
             unit.in_use = unit is self._current
-            return
+            return output
         last = self.phase is Phase.FORWARD and self._cursor == len(self._order) == len(
             self._recorded
         )
-        if not (watched and last):
+        if watched and last:
+            unit.uninstall()
+        else:
             self._release(unit)
+        return output
 
     def _watch(self, unit: Unit, inputs: object, output: object) -> bool:
         """Have backward announce itself when it reaches ``output``; whether it can."""
@@ -200,6 +211,8 @@ class Schedule:
         for unit in self.units:
             unit.fired.clear()
             unit.in_use = False  # what forward has left gathered may go
+        if self.root.state is State.GATHERED:
+            self.root.install()  # a checkpointed region may be of the root's own modules
         if self.sync:
             self.reducer.start()
         engine = torch.autograd.Variable._execution_engine
@@ -225,22 +238,27 @@ class Schedule:
         for unit in self.units:
             self._release(unit)
         if self.sync:
-            self.reducer.finish(self._tag("reduce", self.root), self.note)
+            self.reducer.finish(self._tag("reduce", self.root), self.note, self._gathered)
+            self._gathered = []
             self.step += 1
         self.phase = Phase.IDLE
 
     # --- units -----------------------------------------------------------------------------------
 
     def _obtain(self, unit: Unit) -> None:
+        if unit.outdated and self.phase is not Phase.BACKWARD:
+            self._release(unit)
         if unit.state is State.SHARDED:
             self._gather(unit)
         if unit.state is State.GATHERING:
             self.note("wait", unit)
             unit.wait()
+        unit.install()
         unit.in_use = True
 
     def _gather(self, unit: Unit) -> None:
         self.note("gather", unit)
+        self._gathered.append(unit.label)
         unit.gather(self._tag("gather", unit), move=self.phase is not Phase.BACKWARD)
 
     def _prefetch(self, unit: Unit) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -15,15 +15,26 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: object)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in (nested) mappings, lists, tuples and dataclasses, in order."""
+    """The tensors in ``value``, in order: in containers, dataclasses, and attributes of objects."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return
+    if value is None or isinstance(value, (str, int, float, bool, torch.nn.Module, type)):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        items: Iterable[object] = value.values()
     elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+        items = value
+    elif dataclasses.is_dataclass(value):
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        items = list(getattr(value, "__dict__", {}).values())
+    for item in items:
+        yield from _tensors_in(item, seen)

@@ -3,8 +3,8 @@
 [Note: the states of a unit]
 A state says what is in memory. SHARDED: this rank's shard of master, optimizer states and send
 buffer, and nothing else. GATHERING: also a slot, which an all-gather is writing. GATHERED: also
-the whole parameters in the slot, of which the modules' parameters are views. ``Unit._enter`` is
-the only function that changes a state, and refuses what the table does not list.
+the whole parameters in the slot; while the unit computes, its modules hold views of them.
+``Unit._enter`` is the only function that changes a state, and refuses what the table does not list.
 """
 
 from __future__ import annotations
@@ -46,8 +46,18 @@ class Place:
     flat: int  # index into Unit.flats
     segment: int  # index into the flat's segments
 
-    def install(self, param: torch.Tensor) -> None:
-        """Make ``param`` what the module finds under the attribute."""
+    def install(self, param: torch.Tensor, instead_of: torch.Tensor | None = None) -> None:
+        """Make ``param`` what the module finds under the attribute.
+
+        Raises:
+            StateError: if the module holds something else than ``instead_of`` there now.
+        """
+        if instead_of is not None and self.module._parameters.get(self.attribute) is not instead_of:
+            raise StateError(
+                f"{type(self.module).__name__}.{self.attribute} was replaced after zshard.wrap (by "
+                "an assignment, or torch.func.functional_call). Change values inside "
+                "zshard.full_params(model, write=True); change modules before wrapping."
+            )
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.attribute] = param  # type: ignore[assignment]
         else:  # a module that keeps books on assignment, as nn.LSTM does
@@ -86,6 +96,7 @@ class Unit:
         self._comm, self._pool = comm, pool
         self._home: Slot | None = None
         self._attached: Slot | None = None  # the slot that the leaves are views of
+        self._installed = False  # whether the modules hold the whole parameters
         self._gathers: list[Handle] = []
         self._holds: list[int] = []  # Flat.updates of the values being, or last, gathered
 
@@ -144,25 +155,56 @@ class Unit:
                 self._gathers.append(self._comm.all_gather(flat.recv, flat.sent, tag))
 
     def wait(self) -> None:
-        """GATHERING -> GATHERED: the whole parameters become the modules' own."""
+        """GATHERING -> GATHERED: the whole parameters are there."""
         self._finish_gathers()
         self._enter(State.GATHERED)
         for flat in self.flats:
             flat.mark(valid=True)
-        for place in self.places:
-            place.install(self.flats[place.flat].leaves[place.segment])
+
+    def install(self) -> None:
+        """Put the whole parameters into the modules, for a forward or a recomputation."""
+        if not self._installed:
+            for place in self.places:
+                flat = self.flats[place.flat]
+                place.install(flat.leaves[place.segment], flat.params[place.segment])
+            self._installed = True
+
+    def uninstall(self) -> None:
+        """Put the sharded parameters back; between forward and backward, memory may stay."""
+        if self._installed:
+            for place in self.places:
+                place.install(self.flats[place.flat].params[place.segment])
+            self._installed = False
+
+    def check_unwritten(self) -> None:
+        """Make sure that forward has not written to a whole parameter.
+
+        Raises:
+            StateError: if it has; the shards do not have the change.
+        """
+        for flat in self.flats:
+            if flat.written_while_gathered():
+                raise StateError(
+                    f"unit {self.label!r}: forward changed one of {', '.join(flat.names)} in "
+                    "place, which would be lost. Change parameters between steps, on the sharded "
+                    "parameters (elementwise) or inside zshard.full_params(model, write=True)."
+                )
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the memory that the unit gives back when it is resharded."""
+        return (
+            self._attached is not None
+            and tensor.untyped_storage().data_ptr() == self._attached.memory.data_ptr()
+        )
 
     def reshard(self) -> None:
         """GATHERED or GATHERING -> SHARDED: give the slot back."""
         self._finish_gathers()
-        installed = self.state is State.GATHERED
         self._enter(State.SHARDED)
         self.in_use = False
         for flat in self.flats:
             flat.mark(valid=False)
-        if installed:
-            for place in self.places:
-                place.install(self.flats[place.flat].params[place.segment])
+        self.uninstall()
         if self._home is not None and self._home.owner is self:
             self._home.owner = None
 
