@@ -2,8 +2,8 @@
 #
 #   PYTHON=python3.12              the interpreter the environment is made from (3.10 or newer)
 #   ZSHARD_TORCH='torch==2.14.1'   another torch than the pinned one; read when the environment is made
-#   ARGS='--steps 20'              further arguments for `zshard train`, or for pytest
-# setup.py lists the switches of the build itself.
+#   ARGS='--steps 20'              arguments of `zshard train`, or of pytest in the place of `tests`
+# cmake/toolchain.py lists the switches of the build itself.
 
 PYTHON ?= python3
 TORCH := $(or $(ZSHARD_TORCH),torch==2.13.0)
@@ -14,10 +14,9 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # One stamp per torch asked for, so that another ZSHARD_TORCH is not taken for done.
 TORCH_STAMP := $(VENV)/.torch-$(firstword $(shell printf %s '$(TORCH)' | cksum))
 BUILT := $(VENV)/.built
-# The headers' paths of this torch go into compile_commands.json.
-VENV_PYTHON = $(patsubst %,-DPython_EXECUTABLE=%,$(abspath $(wildcard $(VENV)/bin/python)))
 LINTERS := $(VENV)/.linters
-SOURCES := $(shell find csrc cmake -name '*.*') setup.py pyproject.toml
+# With the folders, whose dates tell that a file has gone.
+SOURCES := $(shell find csrc) $(wildcard cmake/*.py) setup.py pyproject.toml
 CPP_SOURCES = $(shell find csrc cmake -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PYTHON_SOURCES := setup.py cmake zshard tests benchmarks
 
@@ -27,12 +26,12 @@ train: $(BUILT)
 	$(VENV)/bin/zshard train $(ARGS)
 
 test: $(BUILT)
-	$(VENV)/bin/python -m pytest tests $(ARGS)
+	$(VENV)/bin/python -m pytest $(or $(ARGS),tests)
 
 build: $(BUILT)
 
 $(TORCH_STAMP):
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "zshard needs Python 3.10 or newer; set PYTHON")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "set PYTHON to 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install '$(TORCH)' 'setuptools>=77'
 	rm -f $(VENV)/.torch-* && touch $@
@@ -58,7 +57,7 @@ format: $(LINTERS)
 
 # Host tests of the headers that CPU and CUDA share, under ASan and UBSan.
 check-headers:
-	cmake -S cmake -B build/host $(VENV_PYTHON)
+	cmake -S cmake -B build/host $(if $(wildcard $(VENV)/bin/python),-DPython_EXECUTABLE='$(CURDIR)/$(VENV)/bin/python')
 	cmake --build build/host
 	ctest --test-dir build/host --output-on-failure
 

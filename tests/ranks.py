@@ -151,6 +151,20 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
     """Wait for every rank, killing what outlives the deadline; returns them in order of ending."""
     running = {rank.process.sentinel: rank for rank in ranks}
     ended: list[_Rank] = []
+    try:
+        late = _wait_for(running, ended, deadline)
+    finally:  # also where the test itself is interrupted
+        for rank in ranks:
+            # The process group of every rank, of the ended ones too: what a rank started ends here.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.process.ident, signal.SIGKILL)
+    for rank in late:
+        rank.collect()
+    return ended + late
+
+
+def _wait_for(running: dict[int, _Rank], ended: list[_Rank], deadline: float) -> list[_Rank]:
+    """Move ranks from `running` to `ended` until the deadline; returns those that are late."""
     while running:
         ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -168,13 +182,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.ident, signal.SIGUSR1)
     time.sleep(kStackSeconds if late else 0.0)
-    for rank in ranks:
-        # The whole process group of every rank, the ended ones too: what a rank started ends here.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.process.ident, signal.SIGKILL)
-    for rank in late:
-        rank.collect()
-    return ended + late
+    return late
 
 
 def _rank_main(

@@ -27,6 +27,14 @@ def no_switches(monkeypatch):
 
 
 @pytest.fixture
+def isolated(monkeypatch):
+    """An isolated build: torch cannot be imported, and setuptools asks for nothing itself."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for hook in ("get_requires_for_build_wheel", "get_requires_for_build_editable"):
+        monkeypatch.setattr(build_backend.build_meta, hook, lambda config_settings: [])
+
+
+@pytest.fixture
 def no_nvcc(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
 
@@ -57,12 +65,11 @@ def write_torch(folder: Path, version: str, cuda: str | None) -> Path:
 # --- which torch ---
 
 
-def test_the_torch_of_the_environment_is_found_where_it_cannot_be_imported(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_the_torch_of_the_environment_is_found_where_it_cannot_be_imported(isolated):
     found = find_torch()
     assert found == Torch(Path(torch.__file__).parent, torch.__version__, torch.version.cuda)
-    assert "torch" not in " ".join(build_backend.get_requires_for_build_wheel())
-    assert "torch" not in " ".join(build_backend.get_requires_for_build_editable())
+    assert build_backend.get_requires_for_build_wheel() == []
+    assert build_backend.get_requires_for_build_editable() == []
 
 
 @pytest.mark.parametrize(
@@ -70,18 +77,16 @@ def test_the_torch_of_the_environment_is_found_where_it_cannot_be_imported(monke
     [("2.11.0", None, []), ("2.14.1+cu130", "13.0", []), ("2.9.1", None, ["torch>=2.11"])],
 )
 def test_the_build_asks_for_a_torch_only_where_none_can_be_used(
-    monkeypatch, tmp_path, version, cuda, asked
+    isolated, monkeypatch, tmp_path, version, cuda, asked
 ):
     root = write_torch(tmp_path, version, cuda)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(build_backend, "_site_directories", lambda: [tmp_path])
     assert find_torch() == Torch(root, version, cuda)
     assert build_backend.get_requires_for_build_wheel() == asked
     assert build_backend.get_requires_for_build_editable() == asked
 
 
-def test_the_build_asks_for_a_torch_where_there_is_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_the_build_asks_for_a_torch_where_there_is_none(isolated, monkeypatch, tmp_path):
     monkeypatch.setattr(build_backend, "_site_directories", lambda: [tmp_path])
     assert find_torch() is None
     assert build_backend.get_requires_for_build_wheel() == ["torch>=2.11"]
@@ -180,7 +185,7 @@ def test_a_failed_command_leaves_nothing_to_trust(tmp_path):
 def test_an_input_edited_while_the_command_runs_counts_as_newer(tmp_path):
     source, output = tmp_path / "a.cpp", tmp_path / "a.o"
     source.write_text("1")
-    edits = ["sh", "-c", f"echo > '{output}'; sleep 0.05; echo 2 > '{source}'"]
+    edits = ["sh", "-c", f"sleep 0.05; echo 2 > '{source}'; sleep 0.05; echo > '{output}'"]
     assert update(output, edits, [source]) is not None
     assert update(output, edits, [source]) is not None
 

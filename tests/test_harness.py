@@ -6,8 +6,10 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -26,6 +28,11 @@ def sum_of_ranks(rank: int, world_size: int, start: torch.Tensor) -> torch.Tenso
 def identity(rank: int, world_size: int) -> tuple[int, int, int]:
     kCounter[0] += 1
     return os.getpid(), kCounter[0], torch.get_num_threads()
+
+
+def server_and_imports(rank: int, world_size: int) -> tuple[int, bool]:
+    # Nothing that this module imports brings torch._dynamo: only the server's own import does.
+    return os.getppid(), "torch._dynamo" in sys.modules
 
 
 def raise_on(rank: int, world_size: int, culprit: int) -> None:
@@ -59,6 +66,13 @@ def unpicklable(rank: int, world_size: int) -> object:
     return lambda: None
 
 
+def assert_released(lock_path: Path) -> None:
+    """Assert that every process that `hang_on` started has ended."""
+    time.sleep(0.5)  # the kernel closes a killed process's files a moment later
+    with open(lock_path) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_results_come_back_in_rank_order_over_one_group() -> None:
     start = torch.arange(3.0)
     results = run_ranks(sum_of_ranks, 3, start)
@@ -73,10 +87,26 @@ def test_ranks_are_separate_processes_and_a_case_leaves_nothing_to_the_next() ->
     assert [threads for _, _, threads in first] == [1, 1]
 
 
-def test_a_case_starts_in_under_two_seconds() -> None:
-    started = time.monotonic()
-    run_ranks(identity, 2)
-    assert time.monotonic() - started < 2.0
+def test_every_rank_is_forked_from_one_server_that_has_imported_torch() -> None:
+    seen = run_ranks(server_and_imports, 2) + run_ranks(server_and_imports, 1, group=False)
+    assert len({server for server, _ in seen}) == 1 and seen[0][0] != os.getpid()
+    assert all(preloaded for _, preloaded in seen)
+
+
+def test_an_interrupted_case_leaves_no_rank_behind(tmp_path: Path) -> None:
+    lock_path = tmp_path / "lock"
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        Timer(3.0, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(hang_on, 2, 1, str(lock_path))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert_released(lock_path)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -103,9 +133,7 @@ def test_a_hang_is_killed_at_the_deadline_with_its_stack_and_its_children(
     assert "ranks [1] hung past 3 s" in text.splitlines()[0]
     assert "--- rank 0 returned" in text
     assert "in hang_on" in text, "the stack of the rank that hung is missing"
-    with open(lock_path) as lock:
-        time.sleep(0.2)  # the kernel closes a killed process's files a moment later
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert_released(lock_path)
 
 
 def test_a_rank_killed_by_a_signal_is_a_failure_that_names_it() -> None:

@@ -131,6 +131,13 @@ def test_a_thousand_small_shards(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("start", [0, 1, 32])
+def test_a_large_send_buffer(device: str, start: int) -> None:
+    call = make([2_400_001], [[0, 5, 2_400_000]], torch.bfloat16, torch.bfloat16, start=start)
+    check("adamw_", device, *call.arguments())
+
+
+@devices
 def test_no_shards_and_no_segments_is_a_no_op(device: str) -> None:
     check("adamw_", device, *make([], []).arguments())
     call = make([10])

@@ -42,6 +42,16 @@ def test_reduce_sums_in_rank_order(
 
 
 @devices
+@pytest.mark.parametrize("start", [0, 16])
+@pytest.mark.parametrize("acc_dtype", F)
+def test_reduce_into_a_large_buffer(device: str, acc_dtype: torch.dtype, start: int) -> None:
+    numel = 2_200_003
+    for accumulate in (False, True):
+        acc, chunks = odd(numel, acc_dtype, start), chunks_of(3, numel, torch.bfloat16, start)
+        check("reduce_", device, acc, chunks, 0.5, accumulate, stats())
+
+
+@devices
 def test_reduce_float64(device: str) -> None:
     acc, chunks = torch.randn(9001).double(), torch.randn(3, 9001, dtype=torch.float64)
     check("reduce_", device, acc, chunks, 1 / 3, True, stats())

@@ -51,8 +51,7 @@ def clip_grad_norm_(
     if known is not None:
         norm = known.sqrt().float()
     else:
-        params = schedule.parameters() if params is None else params
-        norm = _norm(schedule, params, float(norm_type))
+        norm = _norm(schedule, params or schedule.parameters(), float(norm_type))
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise StateError(
             f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "
@@ -60,18 +59,18 @@ def clip_grad_norm_(
         )
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     if params is None:
-        reducer.grad_scale = factor.view(1)
+        reducer.scale_by(factor)
     else:
         for param in params:
-            if isinstance(grad := param.grad, Sharded):
-                grad.local.mul_(factor)
+            if (grad := param.grad) is not None:
+                grad.mul_(factor)
     return norm
 
 
 def _resolve(
     model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
 ) -> tuple[Schedule, list[Sharded] | None]:
-    """The schedule, and the parameters if they were given instead of the model."""
+    """The schedule, and the parameters unless they are all of the model's."""
     if isinstance(model_or_params, nn.Module):
         return schedule_of(model_or_params), None
     given = [model_or_params] if isinstance(model_or_params, torch.Tensor) else [*model_or_params]
@@ -84,16 +83,16 @@ def _resolve(
     schedules = {id(param.flat.schedule): param.flat.schedule for param in params}
     if len(schedules) > 1:
         raise InputError("the parameters belong to several wrapped models; clip each on its own")
-    return next(iter(schedules.values())), params
+    schedule = next(iter(schedules.values()))
+    everything = {id(param) for param in schedule.parameters()} == {id(param) for param in params}
+    return schedule, None if everything else params
 
 
 def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
     """The p-norm of the parameters' gradients over all ranks, 0-d fp32."""
-    grads = [g.local.float() for param in params if isinstance(g := param.grad, Sharded)]
+    grads = [g.local.double() for param in params if isinstance(g := param.grad, Sharded)]
     powers = [
-        g.abs().max() if math.isinf(p) else g.abs().pow(p).sum(dtype=torch.float64)
-        for g in grads
-        if g.numel() > 0
+        g.abs().max() if math.isinf(p) else g.abs().pow(p).sum() for g in grads if g.numel() > 0
     ]
     device = params[0].device
     total = torch.zeros(1, dtype=torch.float64, device=device)

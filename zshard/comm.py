@@ -109,16 +109,20 @@ class Comm:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
-        self._nccl = group is not None and dist.get_backend(group) == "nccl"
+        # Of the group's backends, the one that handles this device.
+        self._nccl = group is not None and group._get_backend(device).name() == "nccl"
         # gather: all-gathers run ahead of the unit that computes, so they need their own order.
         self.gather_lane = Lane(device)
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
 
-    @property
-    def chunks(self) -> int:
-        """Rows that ``exchange`` delivers: one of sums (NCCL), or every rank's (gloo)."""
-        return 1 if self._nccl or self.size == 1 else self.size
+    def chunks(self, dtype: torch.dtype) -> int:
+        """Rows that ``exchange`` delivers: one of sums, or one of every rank's.
+
+        NCCL sums fp32 and fp64 itself. Its 16-bit sums would round at every hop, and gloo's
+        reduce_scatter is a whole all-reduce: there every rank's row arrives, for us to sum in fp32.
+        """
+        return 1 if self._nccl and dtype.itemsize >= 4 else self.size
 
     def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""
@@ -139,16 +143,17 @@ class Comm:
     ) -> Handle:
         """Start the communication of a reduce-scatter of ``packed`` (N * S,), uint8 of ``dtype``.
 
-        ``chunks`` (C * S,), likewise, receives what the caller then sums in rank order: with gloo
-        the N ranks' pieces of this rank's shard (gloo's own reduce_scatter is a whole all-reduce),
-        with NCCL the one sum. Runs on the reduce lane; both have to be long-lived.
+        ``chunks`` (C * S,), likewise, receives what the caller then sums in rank order; see
+        ``chunks``. Runs on the reduce lane; both have to be long-lived.
         """
         with self.reduce_lane.after_compute(), self.named_errors("reduce_scatter", tag):
             self._count("reduce_scatter", _bytes(packed) // self.size * (self.size - 1), tag)
-            if self._nccl:
+            if self.chunks(dtype) == 1:
                 work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=self.group)
             else:
-                work = dist.all_to_all_single(chunks, packed, group=self.group, async_op=True)
+                work = dist.all_to_all_single(
+                    chunks, packed, group=self.group, async_op=not self._nccl
+                )
             return Handle(self, work, self.reduce_lane.mark(), "reduce_scatter", tag)
 
     def all_reduce(self, value: torch.Tensor, tag: Tag, *, maximum: bool = False) -> Handle:

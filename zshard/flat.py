@@ -76,8 +76,10 @@ class Flat:
         self.recv: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.has_grad = [False] * len(params)
+        # Whole gradients of backwards inside no_sync, (shape) in the reduce dtype.
+        self._held: list[torch.Tensor | None] = [None] * len(params)
         self._grads: list[ShardedGrad | None] = [None] * len(params)
-        # The reducer's: called before the user asks for a gradient, looks inside, or replaces it.
+        # The reducer's: called before the user asks for a gradient, looks inside, or changes it.
         self.on_grad_query: Callable[[], None] = lambda: None
         self.on_grad_access: Callable[[], None] = lambda: None
         self.on_grad_change: Callable[[], None] = lambda: None
@@ -111,6 +113,12 @@ class Flat:
 
     def attach(self, memory: torch.Tensor, on_leaf_grad: Callable[[int], None]) -> None:
         """Make ``memory`` (N * S,) the full buffer, and new leaves as views of it."""
+        # Leaves outlive a first use under inference_mode, so they are made outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._attach(memory, on_leaf_grad)
+        self.mark(valid=False)
+
+    def _attach(self, memory: torch.Tensor, on_leaf_grad: Callable[[int], None]) -> None:
         # Two aliases of one memory: the collective writes `recv`, whose version counter nobody
         # looks at; see [Note: the version counter guards a gathered buffer] for `base`'s.
         self.recv = _alias(memory).view(torch.uint8)
@@ -124,7 +132,6 @@ class Flat:
                     _leaf_hook(on_leaf_grad, index)
                 )
             self.leaves.append(leaf)
-        self.mark(valid=False)
 
     def mark(self, *, valid: bool) -> None:
         """Say in the version counter what the full buffer holds."""
@@ -142,10 +149,13 @@ class Flat:
             ops.cast_(self.send, self.master)
             self.send_stale = False
 
-    def master_written(self, local: torch.Tensor) -> None:
-        """Note that ``local`` was written in place, if it belongs to the master."""
-        if local.untyped_storage().data_ptr() == self.master.untyped_storage().data_ptr():
+    def slice_written(self, local: torch.Tensor) -> None:
+        """Note that ``local`` was written in place: part of the master, or of the gradient."""
+        written = local.untyped_storage().data_ptr()
+        if written == self.master.untyped_storage().data_ptr():
             self.updated(send_written=False)
+        elif self.grad is not None and written == self.grad.untyped_storage().data_ptr():
+            self.on_grad_change()
 
     def updated(self, *, send_written: bool) -> None:
         """Note a new value of the master; ``send_written`` if the send buffer has it already."""
@@ -177,12 +187,12 @@ class Flat:
 
     def holds_back(self, index: int) -> bool:
         """Whether a backward inside no_sync has left a gradient that is not reduced yet."""
-        return bool(self.leaves) and self.leaves[index].grad is not None
+        return self._held[index] is not None
 
     def drop_held_back(self, index: int) -> None:
         """Forget what no_sync holds of gradient ``index``, whose shard is about to be zeroed."""
         if self.holds_back(index):
-            self.leaves[index].grad = None
+            self._held[index] = None
             self.has_grad[index] = True
 
     def before_grad_access(self, index: int) -> None:
@@ -201,12 +211,10 @@ class Flat:
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
-        if value is None:
-            self.on_grad_change()
-        else:
+        if value is not None:
             self.on_grad_access()
-        if self.leaves:  # what no_sync has held back goes with it
-            self.leaves[index].grad = None
+        self.on_grad_change()
+        self._held[index] = None  # what no_sync has held back goes with it
         if value is None:
             self.has_grad[index] = False
             return
@@ -218,20 +226,43 @@ class Flat:
             target.copy_(value)
         self.has_grad[index] = True
 
+    def hold_back(self) -> None:
+        """Move the leaves' gradients of a backward inside no_sync to where they add up."""
+        for index, leaf in enumerate(self.leaves):
+            if leaf.grad is not None:
+                held, grad = self._held[index], leaf.grad
+                # In the reduce dtype: a 16-bit sum of many micro-batches would stand still.
+                self._held[index] = grad.to(self.dtypes.reduce) if held is None else held.add_(grad)
+                leaf.grad = None
+
     def present(self) -> list[bool]:
-        """Of each parameter: whether this rank's backward has left a gradient for it."""
-        if not self.leaves:  # the unit has not been used on this rank
-            return [False] * len(self.params)
-        return [leaf.grad is not None for leaf in self.leaves]
+        """Of each parameter: whether this rank has a gradient for it to be reduced."""
+        left = [leaf.grad is not None for leaf in self.leaves] or [False] * len(self.params)
+        return [new or held is not None for new, held in zip(left, self._held, strict=True)]
 
     def pack(self, packed: torch.Tensor, scale: float) -> None:
-        """Write the leaves' gradients, times ``scale``, into ``packed`` (N * S,) and free them."""
-        segments = self.layout.segments[: len(self.leaves)]
-        grads = [
-            None if leaf.grad is None else segment.physical(leaf.grad)
-            for leaf, segment in zip(self.leaves, segments, strict=True)
+        """Write this rank's gradients, times ``scale``, into ``packed`` (N * S,) and free them.
+
+        Raises:
+            InputError: for a sparse gradient.
+        """
+        if any(held is not None for held in self._held):
+            self.hold_back()
+            grads, self._held = self._held, [None] * len(self.params)
+        else:
+            grads = [leaf.grad for leaf in self.leaves]
+        segments = self.layout.segments[: len(grads)]
+        for name, grad in zip(self.names, grads, strict=False):
+            if grad is not None and grad.layout is not torch.strided:
+                raise InputError(
+                    f"{name} has a {grad.layout} gradient; zshard reduces dense ones. Pass "
+                    "sparse=False to the embedding, or put it into ignored=[...]."
+                )
+        sources = [
+            None if grad is None else segment.physical(grad)
+            for grad, segment in zip(grads, segments, strict=True)
         ]
-        ops.pack_(packed, grads, [segment.offset for segment in segments], scale)
+        ops.pack_(packed, sources, [segment.offset for segment in segments], scale)
         for leaf in self.leaves:
             leaf.grad = None
 

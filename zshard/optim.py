@@ -142,6 +142,11 @@ class _FusedAdam(Optimizer):
         """
         self._build()
         params = [p for group in self.param_groups for p in group["params"]]
+        count = sum(len(group["params"]) for group in state_dict["param_groups"])
+        if count != len(params):
+            raise OptimizerError(
+                f"the state is of {count} parameters, the optimizer has {len(params)}"
+            )
         saved = {params[int(i)]: values for i, values in state_dict["state"].items()}
         self._check_state(saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})

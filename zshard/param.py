@@ -52,7 +52,13 @@ class Sharded(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, local: torch.Tensor, flat: Flat, segment: int, *, is_param: bool = False
+        cls,
+        local: torch.Tensor,
+        flat: Flat,
+        segment: int,
+        *,
+        is_param: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Sharded:
         """Wrap ``local``, this rank's slice of segment ``segment`` of ``flat``."""
         place = flat.layout.segments[segment]
@@ -60,7 +66,7 @@ class Sharded(torch.Tensor):
             cls,
             place.shape,
             strides=place.stride,
-            dtype=flat.dtypes.param,
+            dtype=dtype or flat.dtypes.param,
             device=flat.device,
             requires_grad=is_param and flat.requires_grad,
         )
@@ -131,11 +137,16 @@ class Sharded(torch.Tensor):
         """The parameter's fully qualified name in the wrapped model."""
         return self.flat.names[self.segment]
 
+    def extent(self) -> tuple[object, ...]:
+        """Which elements the local slice has: equal for tensors that line up element by element."""
+        place, local = self.flat.layout.segments[self.segment], self.flat.local(self.segment)
+        return place.shape, place.stride, local.skip, local.end - local.begin
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "parameter" if self._is_param else "tensor"
         return (
             f"zshard {kind} {self.fqn!r} {tuple(self.shape)} {self.dtype}, "
-            f"{self.local.numel()} of {self.numel()} elements on this rank"
+            f"{self._local.numel()} of {self.numel()} elements on this rank"
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -167,9 +178,11 @@ class Sharded(torch.Tensor):
                 "model before it, or pass device= and precision=zshard.Precision(...) to it."
             )
         _refuse_whole_tensor_ops(func, sharded)
+        _refuse_different_layouts(func, sharded)
         if func._schema.name in ("aten::zero_", "aten::_foreach_zero_"):
             for grad in sharded:
-                grad.flat.drop_held_back(grad.segment)
+                if isinstance(grad, ShardedGrad):
+                    grad.flat.drop_held_back(grad.segment)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], Sharded):
             args = (args[0], _own_slice(args[0], args[1]), *args[2:])
             sharded = _sharded_arguments(args, kwargs)
@@ -177,7 +190,7 @@ class Sharded(torch.Tensor):
         result = func(*locals_, **local_kwargs)
         if func._schema.is_mutable:
             for written in _mutated(func, args, kwargs):
-                written.flat.master_written(written.local)
+                written.flat.slice_written(written._local)
             return args[0] if func._schema.returns else None
         return tree_map(_wrap_like(sharded), result)
 
@@ -209,9 +222,24 @@ def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
         return
     raise ShardedAccessError(
         f"{name} needs the whole of {sharded[0].fqn!r} {tuple(sharded[0].shape)}, of which this "
-        f"rank holds {sharded[0].local.numel()} elements. Read or change whole parameters inside "
+        f"rank holds {sharded[0]._local.numel()} elements. In a forward: the parameter is used "
+        f"outside the module of its unit {sharded[0].flat.unit_label!r}; make the module that uses "
+        "it a unit (zshard.wrap(units=...)). Elsewhere: work on whole parameters inside "
         "zshard.full_params(model); clip with zshard.clip_grad_norm_(model, ...)."
     )
+
+
+def _refuse_different_layouts(func: Any, sharded: list[Sharded]) -> None:
+    if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return  # torch's optimizers give lists that line up
+    first = sharded[0]
+    for other in sharded[1:]:
+        if other.extent() != first.extent():
+            raise ShardedAccessError(
+                f"{func._schema.name} of {first.fqn!r} and {other.fqn!r}: this rank holds "
+                "different parts of the two. Work on whole parameters inside "
+                "zshard.full_params(model)."
+            )
 
 
 def _own_slice(target: Sharded, source: object) -> object:
@@ -264,6 +292,7 @@ def _wrap_like(sharded: list[Sharded]) -> Callable[[object], object]:
         if not isinstance(x, torch.Tensor):
             return x
         like = next(in_order, sharded[0])
-        return Sharded(x, like.flat, like.segment)
+        masters = (like.flat.dtypes.master, like.flat.dtypes.reduce)
+        return Sharded(x, like.flat, like.segment, dtype=None if x.dtype in masters else x.dtype)
 
     return wrap

@@ -25,7 +25,8 @@ class Slot:
     """Memory for one full buffer."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # it outlives a first use there
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.owner: Unit | None = None
 
 
@@ -51,6 +52,7 @@ class Pool:
         """Size the slots for units of these many bytes, the root first; allocate nothing yet."""
         self._root_bytes = full_bytes[0]
         self._slot_bytes = max(full_bytes[1:], default=0)
+        self._regular = min(self._regular, len(full_bytes) - 1)
 
     def own_slot(self) -> Slot:
         """The root's slot."""

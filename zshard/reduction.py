@@ -75,7 +75,11 @@ class Reducer:
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
         reduced = [f.layout.numel * f.dtypes.reduce.itemsize for f in self.flats]
-        rows = [r * comm.chunks // comm.size for r in reduced] if comm.size > 1 else []
+        rows = [
+            nbytes * comm.chunks(flat.dtypes.reduce) // comm.size
+            for nbytes, flat in zip(reduced, self.flats, strict=True)
+            if comm.size > 1
+        ]
         pool.reserve_scratch(packed=max(reduced, default=0), chunks=max(rows, default=0))
         for flat in self.flats:
             flat.on_grad_query = self.settle
@@ -160,6 +164,7 @@ class Reducer:
                 self._land()  # its buffers are used again
                 note("pack", unit)
                 self._present += flat.present()
+                flat.grad_buffer()  # allocated here, on the compute stream
                 buffers = self._buffers_of(flat)
                 # fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit
                 # gradients after it, in fp32, so that the division rounds nothing away.
@@ -206,7 +211,7 @@ class Reducer:
             sent = self._pool.scratch("packed", flat.layout.numel * dtype.itemsize)
             packed, received, rows = sent.view(dtype), sent, 1
             if self._comm.size > 1:
-                rows = self._comm.chunks
+                rows = self._comm.chunks(dtype)
                 received = self._pool.scratch("chunks", rows * size * dtype.itemsize)
             chunks = received.view(dtype).view(rows, size)
             buffers = self._buffers[flat] = _Buffers(packed, sent, chunks, received)
@@ -214,9 +219,11 @@ class Reducer:
 
     def abandon(self) -> None:
         """Forget a backward that did not finish; its exchange still ends before the buffers do."""
-        if self._in_flight is not None and self._in_flight.handle is not None:
-            self._in_flight.handle.wait()
-        self._in_flight = None
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None:
+            compute_waits(flight.mark)
+            if flight.handle is not None:
+                flight.handle.wait()
         self._next = len(self._order)
 
     # --- what is known of the gradients ----------------------------------------------------------
@@ -225,7 +232,9 @@ class Reducer:
     def sum_of_squares(self) -> torch.Tensor | None:
         """0-d float64, of all gradients on all ranks; None if they were changed since."""
         self.settle()
-        return self._sum_of_squares if self.grad_scale is None else None
+        if self._sum_of_squares is None or self.grad_scale is None:
+            return self._sum_of_squares
+        return self._sum_of_squares * self.grad_scale[0].double() ** 2
 
     def apply_scale(self) -> None:
         """Multiply the gradients by the clip factor that zshard's optimizers apply on the fly."""
@@ -234,9 +243,15 @@ class Reducer:
             for flat in self.flats:
                 if any(flat.has_grad):
                     flat.grad_buffer().mul_(self.grad_scale)
+            # Kept up to date, not forgotten: one rank may look while the others do not, and all
+            # have to agree on whether clipping communicates.
+            self._sum_of_squares = self.sum_of_squares
             self.grad_scale = None
-        # The caller gets hold of the gradient shards, and may change them.
-        self.forget_norm()
+
+    def scale_by(self, factor: torch.Tensor) -> None:
+        """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them."""
+        factor = factor.view(1)
+        self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
 
     def forget_norm(self) -> None:
         """Note that gradients may have changed since the reduction."""

@@ -12,6 +12,7 @@ order. The next unit is known from the order in which the last forward ran.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -66,6 +67,7 @@ class Schedule:
         self.trace: Trace | None = None
         self._order: list[Unit] = []  # units as the last forward called them
         self._recorded: list[Unit] = []
+        self._handled: BaseException | None = None  # around the forward under way
         self._gathered: list[str] = []  # labels, since the last reduction: must agree on all ranks
         self._cursor = 0  # in _order: forward, the next entry; backward, the last one met
         self._current: Unit | None = None  # whose backward was announced last
@@ -76,18 +78,19 @@ class Schedule:
             self._hook(unit)
 
     def _hook(self, unit: Unit) -> None:
-        # First among the pre-hooks and last among the others, so that a user's hooks find the
+        # First among the pre-hooks and last among those set before wrap, so that these find the
         # parameters gathered.
-        before = self._root_before if unit is self.root else self._before_hook(unit)
-        after = self._root_after if unit is self.root else self._after_hook(unit)
+        is_root = unit is self.root
+        before = self._root_before if is_root else self._before_hook(unit)
+        after = self._root_after if is_root else self._after_hook(unit)
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(after, with_kwargs=True)
+        unit.module.register_forward_hook(after, always_call=is_root)
 
     def _before_hook(self, unit: Unit) -> Callable[..., None]:
-        return lambda module, args, kwargs: self._before(unit)
+        return lambda module, args, kwargs: self._before(unit, (args, kwargs))
 
     def _after_hook(self, unit: Unit) -> Callable[..., object]:
-        return lambda module, args, kwargs, output: self._after(unit, (args, kwargs), output)
+        return lambda module, args, output: self._after(unit, output)
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -97,11 +100,11 @@ class Schedule:
         if self._bypassed():
             return None
         if not _inside_backward():
-            if self.phase is not Phase.IDLE:  # the last forward or backward raised
-                self.reset()
-            self.phase = Phase.FORWARD
+            self.reset_if_abandoned()
+            self.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
             self._recorded, self._cursor = [], 0
             self._forget_last_forward()
+        self._remember(self.root, (args, kwargs))
         self._obtain(self.root)
         self.note("forward", self.root)
         self._prefetch_forward()
@@ -109,27 +112,32 @@ class Schedule:
             return map_tensors(self._cast_input, (args, kwargs))  # type: ignore[return-value]
         return None
 
-    def _root_after(
-        self, module: nn.Module, args: object, kwargs: object, output: object
-    ) -> object:
+    def _root_after(self, module: nn.Module, args: object, output: object) -> object:
         if self._bypassed():
+            return None
+        if self.phase is Phase.FORWARD and sys.exc_info()[1] is not self._handled:
+            self.reset()  # called while an exception leaves forward
             return None
         if self.precision.output is not None:
             output = map_tensors(self._cast_output, output)
+        if self.phase is Phase.BACKWARD:  # all of the model is being recomputed
+            self._watch(self.root, output)
+            return output
         self.root.check_unwritten()
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
             self._order = self._recorded
-        if not self._watch(self.root, (args, kwargs), output):
+        if not self._watch(self.root, output):
             for unit in self.units:
                 self._release(unit)
         # Between forward and backward, user code must meet the sharded parameters everywhere.
         self.root.uninstall()
         return output
 
-    def _before(self, unit: Unit) -> None:
+    def _before(self, unit: Unit, inputs: object) -> None:
         if self._bypassed():
             return
+        self._remember(unit, inputs)
         self._obtain(unit)
         self.note("forward", unit)
         if self.phase is Phase.FORWARD:
@@ -138,14 +146,14 @@ class Schedule:
                 self._cursor += 1
             self._prefetch_forward()
 
-    def _after(self, unit: Unit, inputs: object, output: object) -> object:
+    def _after(self, unit: Unit, output: object) -> object:
         if self._bypassed() or unit.state is not State.GATHERED:
             return None
         unit.check_unwritten()
         # A unit may return (a view of) a parameter itself; its memory is about to be given away.
         if any(unit.lends(tensor) for tensor in tensors_in(output)):
             output = map_tensors(lambda t: t.clone() if unit.lends(t) else t, output)
-        watched = self._watch(unit, inputs, output)
+        watched = self._watch(unit, output)
         if self.phase is Phase.BACKWARD:
             # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but
             # gives way to the other units of a region that spans several.
@@ -156,16 +164,23 @@ class Schedule:
         )
         if watched and last:
             unit.uninstall()
+            unit.in_use = False  # it keeps its memory only as long as nobody needs it
         else:
             self._release(unit)
         return output
 
-    def _watch(self, unit: Unit, inputs: object, output: object) -> bool:
+    def _remember(self, unit: Unit, inputs: object) -> None:
+        """Note what goes into ``unit``, to tell what only passes through."""
+        if torch.is_grad_enabled():
+            unit.inputs = [(t, t._version) for t in tensors_in(inputs) if t.requires_grad]
+
+    def _watch(self, unit: Unit, output: object) -> bool:
         """Have backward announce itself when it reaches ``output``; whether it can."""
+        # What passed through unchanged has no node of this unit behind it.
+        passed = {id(t) for t, version in unit.inputs if t._version == version}
+        unit.inputs = []
         if not torch.is_grad_enabled():
             return False
-        # What is passed through has no node of this unit behind it.
-        passed = {id(tensor) for tensor in tensors_in(inputs)}
         watched = [t for t in tensors_in(output) if t.requires_grad and id(t) not in passed]
         for tensor in watched:
             tensor.register_hook(  # type: ignore[no-untyped-call]
@@ -182,7 +197,7 @@ class Schedule:
     def _before_backward(self, unit: Unit) -> None:
         """The gradient has reached an output of ``unit``: its backward is about to run."""
         self._begin_backward()
-        if unit is self._current:
+        if unit is self._current and unit.state is State.GATHERED:
             return  # another output of the same call
         self._current = unit
         for other in self.units[1:]:
@@ -237,7 +252,10 @@ class Schedule:
     def _end_backward(self) -> None:
         for unit in self.units:
             self._release(unit)
-        if self.sync:
+        if not self.sync:
+            for flat in self.reducer.flats:
+                flat.hold_back()
+        else:
             self.reducer.finish(self._tag("reduce", self.root), self.note, self._gathered)
             self._gathered = []
             self.step += 1
@@ -280,6 +298,11 @@ class Schedule:
     def parameters(self) -> list[Sharded]:
         """Every sharded parameter, in the order of the units."""
         return [param for unit in self.units for flat in unit.flats for param in flat.params]
+
+    def reset_if_abandoned(self) -> None:
+        """Reset if the last backward raised: it can no longer end by itself."""
+        if self.phase is not Phase.IDLE and not _inside_backward():
+            self.reset()
 
     def reset(self) -> None:
         """Bring every unit back to SHARDED after an exception, and drop unfinished gradients."""

@@ -40,4 +40,4 @@ class Lane:
 def compute_waits(mark: Mark) -> None:
     """Let the compute stream wait for ``mark``; the host goes on."""
     if mark is not None:
-        torch.cuda.current_stream().wait_event(mark)
+        torch.cuda.current_stream(mark.device).wait_event(mark)

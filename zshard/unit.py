@@ -90,6 +90,7 @@ class Unit:
             flat.unit_label = self.label
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
+        self.inputs: list[tuple[torch.Tensor, int]] = []  # of the forward under way, with versions
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
         self.trainable = sum(len(f.params) for f in self.flats if f.requires_grad)
         self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None

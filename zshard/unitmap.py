@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .errors import InputError, WrapError
 
@@ -21,7 +22,7 @@ class Owned:
 
     param: nn.Parameter
     names: tuple[str, ...]  # every fully qualified name, in order of registration
-    places: tuple[tuple[nn.Module, str], ...]  # (module, attribute), one for each name
+    places: tuple[tuple[nn.Module, str], ...]  # (module, attribute)
 
     @property
     def name(self) -> str:
@@ -57,7 +58,8 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
     home: dict[str, int] = {"": 0}  # module name -> index of the innermost unit around it
     parents: list[int | None] = [None]
     found = [("", model)]
-    modules = dict(model.named_modules())
+    # A module shared by several units has a name in each, and so its parameters fall to the root.
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         outer = home[name.rpartition(".")[0]]
         home[name] = outer
@@ -81,12 +83,13 @@ def owned_parameters(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[
     """The model's parameters in order of registration, each once."""
     skip = {id(param) for param in ignored}
     found: dict[int, tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
             if param is not None and id(param) not in skip:
                 _, names, places = found.setdefault(id(param), (param, [], []))
                 names.append(f"{prefix}.{attribute}" if prefix else attribute)
-                places.append((module, attribute))
+                if (module, attribute) not in places:  # a module may be shared itself
+                    places.append((module, attribute))
     return [Owned(param, tuple(names), tuple(places)) for param, names, places in found.values()]
 
 
@@ -98,7 +101,13 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     if units == "model":
         return []
     if units == "layer":
-        return [n for n, m in modules.items() if any(p is not None for p in m._parameters.values())]
+        return [
+            name
+            for name, module in modules.items()
+            if any(param is not None for param in module._parameters.values())
+            # nn.MultiheadAttention reads this one's weight without calling it.
+            and not isinstance(module, NonDynamicallyQuantizableLinear)
+        ]
     if isinstance(units, str):
         raise InputError(
             f"units={units!r}: expected None, 'model', 'layer', module classes, names, or a "

@@ -59,20 +59,21 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         StateError: inside a forward or backward, or inside another full_params.
     """
     schedule = schedule_of(model)
+    if schedule.phase is Phase.BACKWARD:
+        schedule.reset_if_abandoned()
     if schedule.phase is not Phase.IDLE or schedule.whole:
         raise StateError(
             "zshard.full_params cannot be entered inside a forward, a backward or another "
             f"full_params; the model is {schedule.phase.value}"
         )
-    lent: list[list[list[nn.Parameter]]] = []
-    for unit in schedule.units:
-        if unit.state is not State.SHARDED:
-            unit.reshard()
-        lent.append([_lend(flat, schedule) for flat in unit.flats])
-        for place in unit.places:
-            place.install(lent[-1][place.flat][place.segment])
+    lent = [[_lend(flat, schedule) for flat in unit.flats] for unit in schedule.units]
     schedule.whole = True
     try:
+        for unit, params in zip(schedule.units, lent, strict=True):
+            if unit.state is not State.SHARDED:
+                unit.reshard()
+            for place in unit.places:
+                place.install(params[place.flat][place.segment])
         yield model
     finally:
         schedule.whole = False

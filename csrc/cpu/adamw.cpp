@@ -16,19 +16,21 @@ struct Work {
     AdamwFactors factors;
 };
 
+// Elements [begin, end) of a shard. `stream`: the send buffer is large, store around the cache.
 template <bool kDecoupled, bool kSplit, typename Grad, typename Send>
 void update_range(const AdamwShard& shard, int64_t begin, int64_t end, float scale,
-                  const AdamwFactors& factors) {
+                  const AdamwFactors& factors, bool stream) {
     using Master = std::conditional_t<kSplit, Bf16, float>;
+    using Copy = std::conditional_t<std::is_void_v<Send>, Bf16, Send>;
     auto* master = static_cast<Master*>(shard.master);
     auto* low = shard.low;
     auto* exp_avg = shard.exp_avg;
     auto* exp_avg_sq = shard.exp_avg_sq;
     const auto* grad = static_cast<const Grad*>(shard.grad);
-    auto* send = static_cast<Send*>(shard.send);
+    auto* send = static_cast<Copy*>(shard.send);
     vectorised([=] {
         const AdamwFactors c = factors;
-        each(begin, end, [=](int64_t i) {
+        const auto update = [=](int64_t i) {
             AdamwState s{0.0f, exp_avg[i], exp_avg_sq[i]};
             if constexpr (kSplit) {
                 s.p = zshard::join_master({master[i], low[i]});
@@ -45,8 +47,34 @@ void update_range(const AdamwShard& shard, int64_t begin, int64_t end, float sca
             } else {
                 master[i] = s.p;
             }
-            if constexpr (!std::is_void_v<Send>) send[i] = from_float<Send>(s.p);
-        });
+            return s.p;
+        };
+        const auto update_run = [=](int64_t first, int64_t last) {
+            each(first, last, [=](int64_t i) {
+                const float p = update(i);
+                if constexpr (!std::is_void_v<Send>) send[i] = from_float<Send>(p);
+            });
+        };
+        int64_t i = begin;
+        if constexpr (!std::is_void_v<Send>) {
+            i = std::min(end, begin + to_next_line(send + begin) / int64_t{sizeof(Send)});
+            update_run(begin, i);
+        }
+        for (; i + kStep <= end; i += kStep) {
+            prefetch<kStep>(master + i);
+            if constexpr (kSplit) prefetch<kStep>(low + i);
+            prefetch<kStep>(exp_avg + i);
+            prefetch<kStep>(exp_avg_sq + i);
+            prefetch<kStep>(grad + i);
+            if constexpr (std::is_void_v<Send>) {
+                update_run(i, i + kStep);
+            } else {
+                alignas(kLine) Send step[kStep];
+                each(0, kStep, [&](int64_t k) { step[k] = from_float<Send>(update(i + k)); });
+                store_step(send + i, step, stream);
+            }
+        }
+        update_run(i, end);
     });
 }
 
@@ -76,6 +104,7 @@ void adamw(const AdamwArgs& args) {
         using Grad = decltype(grad);
         using Send = typename decltype(send)::type;
         constexpr bool kSplit = decltype(split)::value;
+        const bool stream = args.has_send && total * 2 >= kStreamBytes;
         parallel(total, kGrain, [&](int64_t low, int64_t high) {
             const auto starts_after = [](int64_t at, const Work& item) { return at < item.start; };
             auto item = std::upper_bound(work.begin(), work.end(), low, starts_after) - 1;
@@ -86,8 +115,9 @@ void adamw(const AdamwArgs& args) {
                 const auto update = item->factors.decoupled
                                         ? update_range<true, kSplit, Grad, Send>
                                         : update_range<false, kSplit, Grad, Send>;
-                update(args.shards[unit], first, last, scale, item->factors);
+                update(args.shards[unit], first, last, scale, item->factors, stream);
             }
+            if (stream) stream_fence();
         });
     });
 }

@@ -10,23 +10,35 @@
 namespace zshard::cpu {
 
 template <typename To, typename From>
-void convert_tile(To* out, const From* src, int64_t n, Wide<From> scale) {
+void convert_cached(To* out, const From* src, int64_t n, Wide<From> scale) {
     vectorised([=] { each(0, n, [=](int64_t i) { out[i] = convert_scaled<To>(src[i], scale); }); });
+}
+
+template <typename To, typename From>
+void convert_streamed(To* out, const From* src, int64_t n, Wide<From> scale) {
+    constexpr int64_t kCount = kLine / int64_t{sizeof(To)};
+    const int64_t head = std::min(to_next_line(out) / int64_t{sizeof(To)}, n);
+    const int64_t tail = head + (n - head) / kCount * kCount;
+    convert_cached(out, src, head, scale);
+    vectorised([=] {
+        for (int64_t i = head; i < tail; i += kCount) {
+            prefetch<kCount>(src + i);
+            alignas(kLine) To line[kCount];
+            for (int64_t k = 0; k < kCount; ++k) line[k] = convert_scaled<To>(src[i + k], scale);
+            stream_line(out + i, line);
+        }
+    });
+    convert_cached(out + tail, src + tail, n - tail, scale);
 }
 
 // out[i] = src[i] * scale. `stream`: out is large, store around the cache.
 template <typename To, typename From>
 void convert_run(To* out, const From* src, int64_t n, Wide<From> scale, bool stream) {
-    const auto copy = [stream](void* to, const void* from, int64_t bytes) {
-        stream ? stream_copy(to, from, bytes) : (void)std::memcpy(to, from, bytes);
-    };
-    if (std::is_same_v<To, From> && scale == 1) return copy(out, src, n * int64_t{sizeof(To)});
-    if (!stream) return convert_tile(out, src, n, scale);
-    alignas(64) To tile[kTile];
-    for (int64_t i = 0; i < n; i += kTile) {
-        const int64_t count = std::min(kTile, n - i);
-        convert_tile(tile, src + i, count, scale);
-        stream_copy(out + i, tile, count * int64_t{sizeof(To)});
+    if (std::is_same_v<To, From> && scale == 1) {
+        const int64_t bytes = n * int64_t{sizeof(To)};
+        stream ? stream_copy(out, src, bytes) : (void)std::memcpy(out, src, bytes);
+    } else {
+        stream ? convert_streamed(out, src, n, scale) : convert_cached(out, src, n, scale);
     }
 }
 

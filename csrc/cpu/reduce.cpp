@@ -10,20 +10,19 @@ namespace zshard::cpu {
 
 namespace {
 
-// A block's sum of squares in the order of [Note: sum of squares].
-template <typename T>
-double square_sum(const T* x) {
-    constexpr int kRow = kSquareColumns * kSquareGroup;
-    static_assert(kSquareRows == 4 && kSquareGroup == 4);
-    alignas(64) double sums[kRow];
-    vectorised([&sums, x] {
-        const auto square = [x](int64_t i) {
-            return static_cast<double>(x[i]) * static_cast<double>(x[i]);
-        };
-        each(0, kRow, [&](int64_t i) {
-            sums[i] =
-                ((square(i) + square(kRow + i)) + square(2 * kRow + i)) + square(3 * kRow + i);
-        });
+constexpr int64_t kRow = kSquareColumns * kSquareGroup;
+
+// What a thread needs for a block of at most kSquareBlock elements, in its first-level cache.
+template <typename Acc>
+struct Block {
+    alignas(kLine) Wide<Acc> wide[kSquareBlock];  // sums of all chunks but the last two
+    alignas(kLine) double squares[kRow];          // of the stored values, the rows added
+};
+
+// A block's sum of squares in the order of [Note: sum of squares], from the sums of its rows.
+double square_sum(double* sums) {
+    static_assert(kSquareGroup == 4);
+    vectorised([sums] {
         for (int c = 0; c < kSquareColumns; ++c) {
             const double* g = sums + c * kSquareGroup;
             sums[c] = (g[0] + g[2]) + (g[1] + g[3]);
@@ -43,54 +42,69 @@ double lane_sum(const std::vector<double>& blocks) {
     return lanes[0];
 }
 
-// A block of at most kSquareBlock elements on its way, in the first-level cache.
-template <typename Acc>
-struct Block {
-    alignas(64) Wide<Acc> wide[kSquareBlock];  // sums so far; in the end the stored values
-    alignas(64) Acc stored[kSquareBlock];      // on its way around the cache
-};
-
-// The last one or two chunks, the scale and the store in one loop: for two ranks this is all there
-// is, and the processor reads all of its streams at once.
+// The last one or two chunks, the scale, the store and the squares in one loop: for two ranks this
+// is all there is, and the arithmetic hides behind the memory.
 template <typename Acc, typename Chunk, int kChunks, bool kSummed, bool kAccumulate>
-void finish_block(Block<Acc>& block, const Chunk* last, int64_t stride, const Acc* before, Acc* out,
-                  int64_t count, Wide<Acc> scale) {
+void finish_block(Block<Acc>& block, const Chunk* last, int64_t stride, Acc* acc, int64_t count,
+                  Wide<Acc> scale, bool stream) {
     using W = Wide<Acc>;
-    vectorised([=, wide = block.wide] {
-        each(0, count, [=](int64_t i) {
+    std::fill_n(block.squares, kRow, 0.0);
+    vectorised([=, wide = block.wide, squares = block.squares] {
+        const auto value_at = [=](int64_t i) {
             W sum = kSummed ? wide[i] + convert<W>(last[i]) : convert<W>(last[i]);
             if constexpr (kChunks == 2) sum += convert<W>(last[stride + i]);
             sum *= scale;
-            const Acc value = convert<Acc>(kAccumulate ? convert<W>(before[i]) + sum : sum);
-            out[i] = value;
-            wide[i] = convert<W>(value);
-        });
+            return convert<Acc>(kAccumulate ? convert<W>(acc[i]) + sum : sum);
+        };
+        const int64_t tail = count - count % kStep;
+        for (int64_t i = 0; i < tail; i += kStep) {
+            for (int k = 0; k < kChunks; ++k) prefetch<kStep>(last + k * stride + i);
+            if (!stream) prefetch<kStep>(acc + i);
+            alignas(kLine) Acc step[kStep];
+            each(0, kStep, [&](int64_t k) { step[k] = value_at(i + k); });
+            double* row = squares + i % kRow;
+            each(0, kStep, [&](int64_t k) {
+                const double x = convert<W>(step[k]);
+                row[k] += x * x;
+            });
+            store_step(acc + i, step, stream);
+        }
+        for (int64_t i = tail; i < count; ++i) {
+            acc[i] = value_at(i);
+            const double x = convert<W>(acc[i]);
+            squares[i % kRow] += x * x;
+        }
     });
 }
 
-// Elements [begin, begin + count). Leaves the stored values, widened, in block.wide.
+// Elements [begin, begin + count). Leaves their squares in block.squares.
 template <typename Acc, typename Chunk>
 void reduce_block(const ReduceArgs& args, int64_t begin, int64_t count, bool stream,
                   Block<Acc>& block) {
     using W = Wide<Acc>;
     const auto* chunks = static_cast<const Chunk*>(args.chunks) + begin;
-    auto* acc = static_cast<Acc*>(args.acc) + begin;
     const int64_t stride = args.chunk_stride;
     const int64_t early = args.world_size - 2;
     if (early > 0) {
         vectorised([=, wide = block.wide] {
-            each(0, count, [=](int64_t i) { wide[i] = convert<W>(chunks[i]); });
-            for (int64_t rank = 1; rank < early; ++rank)
-                each(0, count, [=, chunk = chunks + rank * stride](int64_t i) {
-                    wide[i] += convert<W>(chunk[i]);
-                });
+            for (int64_t rank = 0; rank < early; ++rank) {
+                const Chunk* chunk = chunks + rank * stride;
+                for (int64_t i = 0; i < count; i += kStep) {
+                    prefetch<kStep>(chunk + i);
+                    const int64_t end = std::min(i + kStep, count);
+                    if (rank == 0) {
+                        each(i, end, [=](int64_t k) { wide[k] = convert<W>(chunk[k]); });
+                    } else {
+                        each(i, end, [=](int64_t k) { wide[k] += convert<W>(chunk[k]); });
+                    }
+                }
+            }
         });
     }
     const auto finish = [&](auto kChunks, auto kSummed, auto kAccumulate) {
-        const Chunk* last = chunks + (args.world_size - kChunks) * stride;
-        finish_block<Acc, Chunk, kChunks, kSummed, kAccumulate>(block, last, stride, acc,
-                                                                stream ? block.stored : acc, count,
-                                                                static_cast<W>(args.scale));
+        finish_block<Acc, Chunk, kChunks, kSummed, kAccumulate>(
+            block, chunks + (args.world_size - kChunks) * stride, stride,
+            static_cast<Acc*>(args.acc) + begin, count, static_cast<W>(args.scale), stream);
     };
     const auto finish_as = [&](auto kAccumulate) {
         using One = std::integral_constant<int, 1>;
@@ -100,30 +114,30 @@ void reduce_block(const ReduceArgs& args, int64_t begin, int64_t count, bool str
         finish(One{}, std::false_type{}, kAccumulate);
     };
     args.accumulate ? finish_as(std::true_type{}) : finish_as(std::false_type{});
-    if (stream) stream_copy(acc, block.stored, count * int64_t{sizeof(Acc)});
 }
 
 template <typename Acc, typename Chunk>
 void reduce_typed(const ReduceArgs& args) {
-    using W = Wide<Acc>;
     const int64_t blocks = (args.numel + kSquareBlock - 1) / kSquareBlock;
-    // Accumulating reads acc anyway.
-    const bool stream = !args.accumulate && args.numel * int64_t{sizeof(Acc)} >= kStreamBytes;
+    auto* acc = static_cast<Acc*>(args.acc);
+    // Accumulating reads acc into the cache anyway.
+    const bool stream = !args.accumulate && to_next_line(acc) == 0 &&
+                        args.numel * int64_t{sizeof(Acc)} >= kStreamBytes;
     std::vector<double> sums(args.stats != nullptr ? blocks : 0);
     std::vector<uint8_t> bad(sums.size());
     parallel(blocks, kGrain / kSquareBlock, [&](int64_t first, int64_t last) {
         Block<Acc> block;
         for (int64_t b = first; b < last; ++b) {
-            const int64_t count = std::min<int64_t>(kSquareBlock, args.numel - b * kSquareBlock);
-            reduce_block<Acc, Chunk>(args, b * kSquareBlock, count, stream, block);
+            const int64_t begin = b * kSquareBlock;
+            const int64_t count = std::min<int64_t>(kSquareBlock, args.numel - begin);
+            reduce_block<Acc, Chunk>(args, begin, count, stream, block);
             if (args.stats == nullptr) continue;
-            std::fill(block.wide + count, block.wide + kSquareBlock, W{0});
-            sums[b] = square_sum(block.wide);
+            sums[b] = square_sum(block.squares);
             bad[b] = !std::isfinite(sums[b]);
             // A float's square cannot overflow a double, but a double's can.
-            if (std::is_same_v<W, double> && bad[b] != 0)
-                bad[b] = !std::all_of(block.wide, block.wide + count,
-                                      [](W x) { return std::isfinite(x); });
+            if (std::is_same_v<Acc, double> && bad[b] != 0)
+                bad[b] = !std::all_of(acc + begin, acc + begin + count,
+                                      [](Acc x) { return std::isfinite(convert<Wide<Acc>>(x)); });
         }
         stream_fence();
     });
