@@ -9,14 +9,11 @@ import pytest
 import torch
 from models import Block, Blocks
 from ranks import run_ranks
+from steps import batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zshard
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def pair(kind: Callable[[], nn.Module] = Blocks, **options: object) -> tuple[nn.Module, nn.Module]:

@@ -1,0 +1,27 @@
+"""Steps of the three-block model: what the tests of the schedule, guards and habits share."""
+
+from __future__ import annotations
+
+import models
+import torch
+from torch import Tensor, nn
+
+import zshard
+
+
+def batch(rank: int, step: int) -> Tensor:
+    """Return a rank's inputs of one step, (4, 3) fp32, the same in every call."""
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def one_step(model: nn.Module, rank: int, step: int) -> Tensor:
+    """Run forward and backward; returns the loss."""
+    loss = models.loss_of(model, batch(rank, step))
+    loss.backward()
+    return loss.detach()
+
+
+def build(**options: object) -> nn.Module:
+    """Wrap the model, with the same values on every rank and in every call."""
+    torch.manual_seed(0)
+    return zshard.wrap(models.Blocks(), **options)

@@ -1,0 +1,177 @@
+"""A step that would go wrong is refused, or made right: graphs, ranks, writes and exceptions."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from models import Block, Blocks
+from ranks import run_ranks
+from steps import batch, build, one_step
+from torch import Tensor, nn
+
+import zshard
+
+
+class Leaky(Block):
+    """Keeps an activation of its inside, for someone to differentiate behind its back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.tanh(self.up(x))
+        return x + self.down(self.kept)
+
+
+def backward_behind_the_units_back(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = Blocks()
+    model.blocks = nn.ModuleList(Leaky() for _ in range(3))
+    zshard.wrap(model)
+    out = model(batch(rank, 0))
+    kept = model.blocks[0].kept
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        kept.sum().backward()  # its input's gradient needs blocks.0.up.weight, long resharded
+    del out, kept
+    return str(caught.value)
+
+
+def test_a_graph_never_reads_a_weight_that_is_not_there() -> None:
+    run_ranks(backward_behind_the_units_back, 2)
+
+
+def outlived_graph(rank: int, world_size: int) -> None:
+    model = build()
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    loss = models.loss_of(model, batch(rank, 0))
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backward_through_updated_weights_is_refused_as_in_plain_torch(world_size: int) -> None:
+    if world_size == 1:
+        outlived_graph(0, 1)
+    else:
+        run_ranks(outlived_graph, world_size)
+
+
+def steps_around_an_exception(rank: int, world_size: int, where: str | None) -> list[Tensor]:
+    model = build()
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    losses = [one_step(model, rank, 0)]
+    optimizer.step()
+    optimizer.zero_grad()
+    if where is not None:
+
+        def fail(*_: object) -> None:
+            raise ValueError("user code")
+
+        if where == "forward":
+            handle = model.blocks[1].up.register_forward_hook(fail)
+        else:
+            handle = model.blocks[1].up.register_full_backward_hook(fail)
+        with pytest.raises(ValueError, match="user code"):
+            one_step(model, rank, 7)
+        handle.remove()
+    losses.append(one_step(model, rank, 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(one_step(model, rank, 2))
+    return losses
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_after_an_exception_equals_that_of_an_undisturbed_run(where: str) -> None:
+    expected = run_ranks(steps_around_an_exception, 2, None)
+    assert run_ranks(steps_around_an_exception, 2, where) == expected
+
+
+class Routed(Blocks):
+    """Blocks of which each rank runs a subset of its own, as experts are run."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(order=(0, 1 + rank))
+
+
+def different_subsets(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = zshard.wrap(Routed(rank))
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    one_step(model, rank, 0)
+    before = {name: shard.clone() for name, shard in zshard.local_shards(model).items()}
+    with pytest.raises(zshard.MismatchError) as caught:
+        optimizer.step()
+    assert all(torch.equal(before[name], s) for name, s in zshard.local_shards(model).items())
+    return str(caught.value)
+
+
+def test_ranks_that_gathered_different_units_are_told_before_the_step() -> None:
+    for message in run_ranks(different_subsets, 2):
+        assert "rank 0 'blocks.1', rank 1 'blocks.2'" in message
+
+
+def test_between_forward_and_backward_the_modules_hold_sharded_parameters() -> None:
+    model = build()
+    params = list(model.parameters())
+    for step in range(2):
+        loss = models.loss_of(model, batch(0, step))
+        assert all(now is before for now, before in zip(model.parameters(), params, strict=True))
+        model.zero_grad()
+        loss.backward()
+    torch.manual_seed(0)
+    plain = Blocks()
+    one_step(plain, 0, 1)
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, name), param.grad), name
+
+
+class Written(Block):
+    """Changes its weight in forward, as some quantisers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_parameter_written_in_forward_is_an_error_and_not_lost() -> None:
+    model = Blocks()
+    model.blocks = nn.ModuleList(Written() for _ in range(2))
+    zshard.wrap(model)
+    with pytest.raises(zshard.StateError, match=r"forward changed one of blocks\.0.*in place"):
+        model(batch(0, 0))
+
+
+class Prompt(nn.Module):
+    """A unit whose output is a view of its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self) -> Tensor:
+        return self.weight.t()
+
+
+class Prompted(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ModuleList([Prompt(), Prompt()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (prompt() for prompt in self.prompts)
+        return super().forward(x @ first) + super().forward(x @ second)
+
+
+def prompted_loss(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    plain = Prompted()
+    torch.manual_seed(0)
+    model = zshard.wrap(Prompted())
+    return one_step(model, rank, 0), one_step(plain, rank, 0)
+
+
+def test_a_view_of_a_parameter_may_leave_its_unit() -> None:
+    for ours, theirs in run_ranks(prompted_loss, 2):
+        assert torch.equal(ours, theirs)
