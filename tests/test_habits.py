@@ -219,3 +219,58 @@ def test_a_parameter_replaced_after_wrap_is_refused() -> None:
     model.inlet.weight = nn.Parameter(torch.zeros(7, 3))
     with pytest.raises(zshard.StateError, match=r"Linear\.weight was replaced after zshard\.wrap"):
         model(batch(0, 0))
+
+
+def test_an_lstm_trains_with_the_plain_models_gradients() -> None:
+    sides = pair(lambda: nn.LSTM(3, 4, 2))
+    for step in range(2):
+        for side in sides:
+            side.zero_grad()
+            side(batch(0, step).unsqueeze(1))[0].sum().backward()
+    assert_same_grads(*sides)
+
+
+def test_torch_compile_gives_the_same_output() -> None:
+    model, _ = pair()
+    expected = model(batch(0, 0))
+    assert torch.equal(torch.compile(model, backend="eager")(batch(0, 0)), expected)
+
+
+def test_a_step_after_a_backward_that_raised_is_refused() -> None:
+    model, _ = pair()
+    optimizer = zshard.AdamW(model.parameters())
+
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    handle = model.blocks[1].up.register_full_backward_hook(fail)
+    with pytest.raises(ValueError, match="user code"):
+        models.loss_of(model, batch(0, 0)).backward()
+    handle.remove()
+    with pytest.raises(zshard.StateError, match="gradients are incomplete"):
+        optimizer.step()
+    models.loss_of(model, batch(0, 0)).backward()
+    optimizer.step()
+
+
+def clip_frozen(rank: int, world_size: int) -> float:
+    model = zshard.wrap(Blocks().requires_grad_(False))
+    return float(zshard.clip_grad_norm_(model, 1.0))
+
+
+def test_clipping_an_all_frozen_model_gives_zero_on_every_rank() -> None:
+    assert run_ranks(clip_frozen, 2) == [0.0, 0.0]
+
+
+def different_options(rank: int, world_size: int) -> str:
+    precision = zshard.Precision.bf16() if rank else zshard.Precision()
+    torch.manual_seed(0)
+    with pytest.raises(zshard.MismatchError) as caught:
+        zshard.wrap(Blocks(), precision=precision)
+    return str(caught.value)
+
+
+def test_ranks_that_wrap_with_different_options_are_told_which() -> None:
+    for message in run_ranks(different_options, 2):
+        assert "rank 0: precision=Precision(compute=None" in message
+        assert "rank 1: precision=Precision(compute=torch.bfloat16" in message

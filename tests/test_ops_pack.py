@@ -37,6 +37,7 @@ def ragged(dtypes: list[torch.dtype]) -> list[Tensor | None]:
         torch.randn(64, 9)[::3, 1::2],
         torch.randn(2, 1, 3, 1).expand(2, 5, 3, 7),
         torch.randn(1025)[1:],
+        torch.randn(301, 403).t()[5:],
     ]
     cycle = itertools.cycle(dtypes)
     return [None if shape is None else cast_keeping_strides(shape, next(cycle)) for shape in shapes]

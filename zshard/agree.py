@@ -27,8 +27,11 @@ class _Fact(NamedTuple):
     values: tuple[int, int]
 
 
-def check(specs: Sequence[UnitSpec], comm: Comm) -> None:
+def check(specs: Sequence[UnitSpec], comm: Comm, policy: str) -> None:
     """Compare names, unit map, shapes, dtypes, requires_grad and values over the ranks.
+
+    Args:
+        policy: the options of wrap that decide what is communicated, as text.
 
     Raises:
         MismatchError: on every rank, with the first parameter that differs and how, rank by rank.
@@ -46,6 +49,12 @@ def check(specs: Sequence[UnitSpec], comm: Comm) -> None:
         for spec in specs
         for owned in spec.params
     ]
+    policies = comm.all_gather_object(policy, Tag(0, "wrap", "root"))
+    if len(set(policies)) > 1:
+        raise MismatchError(
+            "zshard.wrap was called with different options: "
+            + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(policies))
+        )
     gathered = comm.all_gather_object(facts, Tag(0, "wrap", "root"))
     everyone: list[list[_Fact]] = [[_Fact(*f) for f in rank] for rank in gathered]  # type: ignore[attr-defined]
     for position in range(max(map(len, everyone))):

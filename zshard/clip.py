@@ -46,6 +46,7 @@ def clip_grad_norm_(
     schedule, params = _resolve(model_or_params)
     if not norm_type > 0:
         raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
+    schedule.require_gradients()
     reducer = schedule.reducer
     known = reducer.sum_of_squares if params is None and norm_type == 2.0 else None
     if known is not None:

@@ -65,7 +65,7 @@ class _FusedAdam(Optimizer):
         self._build()
         for kind, batch in self._batches.items():
             if kind.schedule is not None:
-                kind.schedule.reducer.settle()
+                kind.schedule.require_gradients()
             self._update(kind, batch)
         return loss
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -68,6 +69,7 @@ class Schedule:
         self._order: list[Unit] = []  # units as the last forward called them
         self._recorded: list[Unit] = []
         self._handled: BaseException | None = None  # around the forward under way
+        self._end: weakref.ref[_EndOfBackward] | None = None
         self._gathered: list[str] = []  # labels, since the last reduction: must agree on all ranks
         self._cursor = 0  # in _order: forward, the next entry; backward, the last one met
         self._current: Unit | None = None  # whose backward was announced last
@@ -83,6 +85,9 @@ class Schedule:
         is_root = unit is self.root
         before = self._root_before if is_root else self._before_hook(unit)
         after = self._root_after if is_root else self._after_hook(unit)
+        # torch.compile breaks its graph at the hooks: communication is not for it to trace.
+        disable = torch.compiler.disable
+        before, after = disable(before), disable(after)  # type: ignore[no-untyped-call]
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         unit.module.register_forward_hook(after, always_call=is_root)
 
@@ -100,7 +105,8 @@ class Schedule:
         if self._bypassed():
             return None
         if not _inside_backward():
-            self.reset_if_abandoned()
+            if self.phase is not Phase.IDLE:  # the last forward or backward raised
+                self.reset()
             self.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
             self._recorded, self._cursor = [], 0
             self._forget_last_forward()
@@ -215,7 +221,9 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
-            return
+            if not self.backward_raised:
+                return
+            self.reset()  # this is another backward
         if torch.is_grad_enabled():
             raise StateError(
                 "backward(create_graph=True) through a wrapped model: the gradients that zshard "
@@ -231,7 +239,9 @@ class Schedule:
         if self.sync:
             self.reducer.start()
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_backward)
+        end = _EndOfBackward(self)
+        engine.queue_callback(end)
+        self._end = weakref.ref(end)  # autograd holds the callback for as long as it runs
 
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin_backward()
@@ -249,7 +259,8 @@ class Schedule:
         if self.sync:
             self.reducer.unit_done(unit, self._tag("reduce", unit), self.note)
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Free every unit and complete the reductions."""
         for unit in self.units:
             self._release(unit)
         if not self.sync:
@@ -299,10 +310,23 @@ class Schedule:
         """Every sharded parameter, in the order of the units."""
         return [param for unit in self.units for flat in unit.flats for param in flat.params]
 
-    def reset_if_abandoned(self) -> None:
-        """Reset if the last backward raised: it can no longer end by itself."""
-        if self.phase is not Phase.IDLE and not _inside_backward():
-            self.reset()
+    @property
+    def backward_raised(self) -> bool:
+        """Whether the last backward ended in an exception, and nothing was run since."""
+        return self.phase is Phase.BACKWARD and (self._end is None or self._end() is None)
+
+    def require_gradients(self) -> None:
+        """Take in what the last backward's reduction said.
+
+        Raises:
+            StateError: if it ended in an exception, so that only some gradients are there.
+        """
+        if self.backward_raised:
+            raise StateError(
+                "the last backward raised an exception, and its gradients are incomplete. Run it "
+                "again, or skip the step: zshard.reset(model), then zero_grad()."
+            )
+        self.reducer.settle()
 
     def reset(self) -> None:
         """Bring every unit back to SHARDED after an exception, and drop unfinished gradients."""
@@ -341,6 +365,16 @@ class Schedule:
 
     def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.output) if tensor.is_floating_point() else tensor
+
+
+class _EndOfBackward:
+    """What autograd calls at the end of a backward that has not raised."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def __call__(self) -> None:
+        self._schedule.end_backward()
 
 
 def _inside_backward() -> bool:

@@ -59,8 +59,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         StateError: inside a forward or backward, or inside another full_params.
     """
     schedule = schedule_of(model)
-    if schedule.phase is Phase.BACKWARD:
-        schedule.reset_if_abandoned()
+    if schedule.backward_raised:
+        schedule.reset()
     if schedule.phase is not Phase.IDLE or schedule.whole:
         raise StateError(
             "zshard.full_params cannot be entered inside a forward, a backward or another "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Literal
 
@@ -79,7 +80,7 @@ def wrap(
     if transport.size > 1 and init == "broadcast":
         agree.broadcast(specs, transport)
     if transport.size > 1 and init != "trust":
-        agree.check(specs, transport)
+        agree.check(specs, transport, f"precision={precision}, prefetch={prefetch}")
     pool = Pool(1 + prefetch, where)
     built: list[Unit] = []
     for index, spec in enumerate(specs):
@@ -171,6 +172,9 @@ def _shard(
 
 def _swap(owned: Owned, flat: Flat, segment: int) -> None:
     """Give the Parameter object the sharded contents; see [Note: one object, two faces]."""
+    recurrent = [module for module, _ in owned.places if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []  # what it refers to weakly cannot be swapped
     sharded = flat.params[segment]
     sharded.__dict__.update(user_attributes(owned.param))
     try:
@@ -181,3 +185,7 @@ def _swap(owned: Owned, flat: Flat, segment: int) -> None:
             "of an earlier forward (drop its outputs), or a weak reference."
         ) from error
     flat.params[segment] = owned.param  # type: ignore[call-overload]
+    for module in recurrent:
+        module._flat_weight_refs = [
+            None if weight is None else weakref.ref(weight) for weight in module._flat_weights
+        ]

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "cpu/convert.h"
+#include "layout.h"
 #include "ops.h"
 
 namespace zshard::cpu {
@@ -12,6 +13,7 @@ namespace {
 // `position` on, `stride` apart, the first of them number `first` of the tensor.
 template <typename F>
 void for_runs(const Strided& view, int64_t begin, int64_t end, const F& f) {
+    if (begin >= end) return;
     if (view.dims == 0) return f(begin, 1, begin, end - begin);
     const int last = view.dims - 1;
     int64_t index[kMaxDims];
@@ -35,34 +37,69 @@ void for_runs(const Strided& view, int64_t begin, int64_t end, const F& f) {
     }
 }
 
-// Elements [begin, end) of the piece, into the flat buffer.
+// out[r * out_rows + c] = src[c * src_rows + r], in squares that stay in the first-level cache:
+// plain loops would touch a page an element.
 template <typename To, typename From>
-void pack_piece(To* flat, const Piece& piece, int64_t begin, int64_t end, Wide<From> scale,
-                bool stream) {
-    const auto* src = static_cast<const From*>(piece.data);
-    for_runs(piece.strided, begin, end,
-             [&](int64_t position, int64_t stride, int64_t first, int64_t count) {
-                 const From* from = src + position;
-                 To* to = flat + piece.offset + first;
-                 if (stride == 1) return convert_run(to, from, count, scale, stream);
-                 for (int64_t i = 0; i < count; ++i)
-                     to[i] = convert_scaled<To>(from[i * stride], scale);
-             });
+void convert_transposed(To* out, int64_t out_rows, const From* src, int64_t src_rows, int64_t rows,
+                        int64_t columns, Wide<From> scale) {
+    constexpr int64_t kSide = 32;
+    From square[kSide][kSide];
+    for (int64_t c = 0; c < columns; c += kSide) {
+        const int64_t width = std::min(kSide, columns - c);
+        for (int64_t r = 0; r < rows; r += kSide) {
+            const int64_t height = std::min(kSide, rows - r);
+            for (int64_t k = 0; k < width; ++k)
+                for (int64_t j = 0; j < height; ++j) square[j][k] = src[(c + k) * src_rows + r + j];
+            for (int64_t j = 0; j < height; ++j)
+                convert_cached(out + (r + j) * out_rows + c, square[j], width, scale);
+        }
+    }
 }
 
-// Elements [begin, end) of the piece, from the flat buffer.
-template <typename To, typename From>
-void unpack_piece(const From* flat, const Piece& piece, int64_t begin, int64_t end,
-                  Wide<From> scale, bool stream) {
-    auto* out = static_cast<To*>(piece.data);
-    for_runs(piece.strided, begin, end,
-             [&](int64_t position, int64_t stride, int64_t first, int64_t count) {
-                 const From* from = flat + piece.offset + first;
-                 To* to = out + position;
-                 if (stride == 1) return convert_run(to, from, count, scale, stream);
-                 for (int64_t i = 0; i < count; ++i)
-                     to[i * stride] = convert_scaled<To>(from[i], scale);
-             });
+// The rows of a transposed matrix that lie wholly in its elements [begin, end); none for other
+// views.
+Range whole_rows(const Strided& view, int64_t begin, int64_t end) {
+    if (view.dims != 2 || view.strides[0] != 1) return {0, 0};
+    const int64_t columns = view.sizes[1];
+    return {(begin + columns - 1) / columns,
+            std::max((begin + columns - 1) / columns, end / columns)};
+}
+
+// Elements [begin, end) of the piece, into the flat buffer (kPack) or out of it.
+template <bool kPack, typename Flat, typename Value>
+void move_piece(Flat* flat, const Piece& piece, int64_t begin, int64_t end, double scale,
+                bool stream) {
+    flat += piece.offset;
+    auto* value = static_cast<Value*>(piece.data);
+    const Strided& view = piece.strided;
+    const auto run = [&](int64_t position, int64_t stride, int64_t first, int64_t count) {
+        if constexpr (kPack) {
+            const auto factor = static_cast<Wide<Value>>(scale);
+            if (stride == 1)
+                return convert_run(flat + first, value + position, count, factor, stream);
+            for (int64_t i = 0; i < count; ++i)
+                flat[first + i] = convert_scaled<Flat>(value[position + i * stride], factor);
+        } else {
+            const auto factor = static_cast<Wide<Flat>>(scale);
+            if (stride == 1)
+                return convert_run(value + position, flat + first, count, factor, stream);
+            for (int64_t i = 0; i < count; ++i)
+                value[position + i * stride] = convert_scaled<Value>(flat[first + i], factor);
+        }
+    };
+    const Range rows = whole_rows(view, begin, end);
+    if (rows.numel() == 0) return for_runs(view, begin, end, run);
+    const int64_t columns = view.sizes[1];
+    for_runs(view, begin, rows.begin * columns, run);
+    Flat* flat_rows = flat + rows.begin * columns;
+    if constexpr (kPack) {
+        convert_transposed(flat_rows, columns, value + rows.begin, view.strides[1], rows.numel(),
+                           columns, static_cast<Wide<Value>>(scale));
+    } else {
+        convert_transposed(value + rows.begin, view.strides[1], flat_rows, columns, columns,
+                           rows.numel(), static_cast<Wide<Flat>>(scale));
+    }
+    for_runs(view, rows.end * columns, end, run);
 }
 
 // Calls f(flat value, piece value, piece, begin, end) for the elements of each piece that lie in
@@ -93,26 +130,22 @@ void for_pieces(const PackArgs& args, const F& f) {
 
 void pack(const PackArgs& args) {
     const bool stream = args.numel * size_of(args.dtype) >= kStreamBytes;
-    for_pieces(args, [&](auto to, auto from, const Piece& piece, int64_t begin, int64_t end) {
-        using To = decltype(to);
-        using From = decltype(from);
-        auto* flat = static_cast<To*>(args.flat);
+    for_pieces(args, [&](auto flat, auto value, const Piece& piece, int64_t begin, int64_t end) {
+        using Flat = decltype(flat);
+        auto* out = static_cast<Flat*>(args.flat);
         if (piece.data == nullptr) {
-            std::fill(flat + piece.offset + begin, flat + piece.offset + end, To{});
+            std::fill(out + piece.offset + begin, out + piece.offset + end, Flat{});
             return;
         }
-        pack_piece<To, From>(flat, piece, begin, end, static_cast<Wide<From>>(args.scale), stream);
+        move_piece<true, Flat, decltype(value)>(out, piece, begin, end, args.scale, stream);
     });
 }
 
 void unpack(const PackArgs& args) {
-    for_pieces(args, [&](auto from, auto to, const Piece& piece, int64_t begin, int64_t end) {
-        using To = decltype(to);
-        using From = decltype(from);
-        const bool stream = piece.numel * int64_t{sizeof(To)} >= kStreamBytes;
-        const auto* flat = static_cast<const From*>(args.flat);
-        unpack_piece<To, From>(flat, piece, begin, end, static_cast<Wide<From>>(args.scale),
-                               stream);
+    for_pieces(args, [&](auto flat, auto value, const Piece& piece, int64_t begin, int64_t end) {
+        const bool stream = piece.numel * int64_t{sizeof(value)} >= kStreamBytes;
+        move_piece<false, decltype(flat), decltype(value)>(static_cast<decltype(flat)*>(args.flat),
+                                                           piece, begin, end, args.scale, stream);
     });
 }
 
