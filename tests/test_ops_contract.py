@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zshard import ops
 
 
-def samples(device: str) -> dict[str, tuple[object, ...]]:
+def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
     """A call of each op, as torch.ops.zshard takes it, with the same values each time."""
     generator = torch.Generator().manual_seed(3)
 
     def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    n, half = 5003, torch.bfloat16
+    half = torch.bfloat16
     low = torch.arange(n, device=device).to(torch.int16)
     adamw = (
         [[rand(n), rand(9)], [], [rand(n), rand(9)], [rand(n).square(), rand(9).square()]],
@@ -40,8 +40,8 @@ def samples(device: str) -> dict[str, tuple[object, ...]]:
     active = torch.ones(2, dtype=torch.uint8, device=device)
     stats = torch.zeros(2, dtype=torch.float64, device=device)
     return {
-        "pack_": (rand(n), [rand(7, 3).t(), rand(4000, dtype=torch.float16)], [2, 100], 0.3),
-        "unpack_": ([rand(7, 3).t(), rand(4000, dtype=torch.float16)], rand(n), [2, 100], 0.3),
+        "pack_": (rand(n), [rand(7, 3).t(), rand(n - 200, dtype=torch.float16)], [2, 100], 0.3),
+        "unpack_": ([rand(7, 3).t(), rand(n - 200, dtype=torch.float16)], rand(n), [2, 100], 0.3),
         "cast_": (rand(n, dtype=torch.float16), rand(n)),
         "split_master_": (rand(n, dtype=half), low.clone(), rand(n)),
         "join_master_": (rand(n), rand(n, dtype=half), low),
@@ -72,15 +72,25 @@ def test_tracing_refuses_two_devices() -> None:
 
 
 def digest() -> str:
-    """A digest of all memory that the samples' calls leave behind."""
+    """A digest of all memory that large calls, of several grains, leave behind."""
     sha = hashlib.sha256()
-    for name, arguments in samples("cpu").items():
+    for name, arguments in samples("cpu", 200_003).items():
         getattr(ops, name)(*arguments)
         for argument in arguments:
             for t in argument if isinstance(argument, list) else [argument]:
                 if isinstance(t, torch.Tensor):
                     sha.update(t.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
+    before, alone = torch.get_num_threads(), digest()
+    try:
+        torch.set_num_threads(threads)
+        assert digest() == alone
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_with_isa(isa: str) -> subprocess.CompletedProcess[str]:

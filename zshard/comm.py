@@ -42,7 +42,8 @@ class CommStats:
     Attributes:
         calls: collectives issued, by operation.
         sent_bytes: bytes this rank had to send, by operation: the textbook volume.
-        exposed_seconds: time the host spent waiting for a collective.
+        exposed_seconds: time the host spent waiting for a collective; 0 with NCCL, where the
+            compute stream waits instead.
     """
 
     calls: Counter[str] = field(default_factory=Counter)

@@ -19,7 +19,9 @@ class StepMetrics:
     learning_rate: float
     seconds: float  # wall clock of the step
     tokens_per_second: float  # of all ranks
-    exposed_percent: float  # of the step's time that rank 0 waited for communication
+    # Of the step's time, how much rank 0 waited for communication; None on CUDA, where the host
+    # does not wait and only a trace can tell.
+    exposed_percent: float | None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ order. The next unit is known from the order in which the last forward ran.
 
 from __future__ import annotations
 
-import enum
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,20 +22,13 @@ from torch.autograd.profiler import record_function
 from .comm import Comm, Tag
 from .errors import StateError
 from .param import Sharded
+from .phase import EndOfBackward, Phase, inside_backward
 from .pool import Pool
 from .precision import Precision
 from .reduction import Reducer
-from .structure import map_tensors, tensors_in
+from .structure import cast_floating
 from .trace import Trace
 from .unit import State, Unit
-
-
-class Phase(enum.Enum):
-    """Where in a step the model is."""
-
-    IDLE = "between forward and backward, or between steps"
-    FORWARD = "in the root's forward"
-    BACKWARD = "in a backward through the model"
 
 
 class Schedule:
@@ -69,7 +61,7 @@ class Schedule:
         self._order: list[Unit] = []  # units as the last forward called them
         self._recorded: list[Unit] = []
         self._handled: BaseException | None = None  # around the forward under way
-        self._end: weakref.ref[_EndOfBackward] | None = None
+        self._end: weakref.ref[EndOfBackward] | None = None
         self._gathered: list[str] = []  # labels, since the last reduction: must agree on all ranks
         self._cursor = 0  # in _order: forward, the next entry; backward, the last one met
         self._current: Unit | None = None  # whose backward was announced last
@@ -104,18 +96,19 @@ class Schedule:
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         if self._bypassed():
             return None
-        if not _inside_backward():
+        if not inside_backward():
             if self.phase is not Phase.IDLE:  # the last forward or backward raised
                 self.reset()
             self.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
             self._recorded, self._cursor = [], 0
             self._forget_last_forward()
-        self._remember(self.root, (args, kwargs))
+        self.root.remember_inputs((args, kwargs))
         self._obtain(self.root)
         self.note("forward", self.root)
         self._prefetch_forward()
         if self.precision.cast_inputs and self.precision.compute is not None:
-            return map_tensors(self._cast_input, (args, kwargs))  # type: ignore[return-value]
+            cast = cast_floating((args, kwargs), self.precision.compute)
+            return cast  # type: ignore[return-value]
         return None
 
     def _root_after(self, module: nn.Module, args: object, output: object) -> object:
@@ -125,7 +118,7 @@ class Schedule:
             self.reset()  # called while an exception leaves forward
             return None
         if self.precision.output is not None:
-            output = map_tensors(self._cast_output, output)
+            output = cast_floating(output, self.precision.output)
         if self.phase is Phase.BACKWARD:  # all of the model is being recomputed
             self._watch(self.root, output)
             return output
@@ -143,7 +136,7 @@ class Schedule:
     def _before(self, unit: Unit, inputs: object) -> None:
         if self._bypassed():
             return
-        self._remember(unit, inputs)
+        unit.remember_inputs(inputs)
         self._obtain(unit)
         self.note("forward", unit)
         if self.phase is Phase.FORWARD:
@@ -156,9 +149,7 @@ class Schedule:
         if self._bypassed() or unit.state is not State.GATHERED:
             return None
         unit.check_unwritten()
-        # A unit may return (a view of) a parameter itself; its memory is about to be given away.
-        if any(unit.lends(tensor) for tensor in tensors_in(output)):
-            output = map_tensors(lambda t: t.clone() if unit.lends(t) else t, output)
+        output = unit.copy_lent(output)
         watched = self._watch(unit, output)
         if self.phase is Phase.BACKWARD:
             # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but
@@ -175,24 +166,14 @@ class Schedule:
             self._release(unit)
         return output
 
-    def _remember(self, unit: Unit, inputs: object) -> None:
-        """Note what goes into ``unit``, to tell what only passes through."""
-        if torch.is_grad_enabled():
-            unit.inputs = [(t, t._version) for t in tensors_in(inputs) if t.requires_grad]
-
     def _watch(self, unit: Unit, output: object) -> bool:
         """Have backward announce itself when it reaches ``output``; whether it can."""
-        # What passed through unchanged has no node of this unit behind it.
-        passed = {id(t) for t, version in unit.inputs if t._version == version}
-        unit.inputs = []
-        if not torch.is_grad_enabled():
-            return False
-        watched = [t for t in tensors_in(output) if t.requires_grad and id(t) not in passed]
-        for tensor in watched:
+        own = unit.own_outputs(output)
+        for tensor in own:
             tensor.register_hook(  # type: ignore[no-untyped-call]
                 lambda grad: self._before_backward(unit)
             )
-        return bool(watched)
+        return bool(own)
 
     def _prefetch_forward(self) -> None:
         for unit in self._order[self._cursor : self._cursor + self.prefetch]:
@@ -239,7 +220,7 @@ class Schedule:
         if self.sync:
             self.reducer.start()
         engine = torch.autograd.Variable._execution_engine
-        end = _EndOfBackward(self)
+        end = EndOfBackward(self.end_backward)
         engine.queue_callback(end)
         self._end = weakref.ref(end)  # autograd holds the callback for as long as it runs
 
@@ -359,24 +340,3 @@ class Schedule:
         if torch._C._autograd._profiler_enabled():
             with record_function(f"zshard::{phase} {unit.label}"):
                 pass
-
-    def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.precision.compute) if tensor.is_floating_point() else tensor
-
-    def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.precision.output) if tensor.is_floating_point() else tensor
-
-
-class _EndOfBackward:
-    """What autograd calls at the end of a backward that has not raised."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-
-    def __call__(self) -> None:
-        self._schedule.end_backward()
-
-
-def _inside_backward() -> bool:
-    """Whether this thread runs a backward, where activation checkpointing recomputes."""
-    return torch._C._current_graph_task_id() != -1

@@ -14,6 +14,11 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: object)
     return tree_map_only(torch.Tensor, function, value)
 
 
+def cast_floating(value: object, dtype: torch.dtype) -> object:
+    """``value`` with every floating-point tensor in its containers as ``dtype``."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """The tensors in ``value``, in order: in containers, dataclasses, and attributes of objects."""
     return _tensors_in(value, set())

@@ -110,7 +110,9 @@ class Run:
             learning_rate=rate,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
-            exposed_percent=100 * stats.exposed_seconds / seconds,
+            exposed_percent=None
+            if self.job.device.type == "cuda"
+            else 100 * stats.exposed_seconds / seconds,
         )
 
     def loss(self, batch: Batch) -> Tensor:
@@ -247,10 +249,10 @@ def _loop(run: Run, out: Path) -> None:
     with tqdm(total=options.steps, initial=run.step, disable=hidden, unit="step") as bar:
         while run.step < options.steps:
             metrics = run.take_step()
-            speed = (
-                f"{metrics.tokens_per_second:,.0f} tokens/s, "
-                f"exposed communication {metrics.exposed_percent:.0f}%"
-            )
+            exposed = "n/a"
+            if metrics.exposed_percent is not None:
+                exposed = f"{metrics.exposed_percent:.0f}%"
+            speed = f"{metrics.tokens_per_second:,.0f} tokens/s, exposed communication {exposed}"
             bar.set_postfix_str(f"loss {metrics.loss:.3f}, {speed}")
             bar.update()
             if log:

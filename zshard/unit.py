@@ -20,6 +20,7 @@ from .comm import Comm, Handle, Tag
 from .errors import StateError
 from .flat import Flat
 from .pool import Pool, Slot
+from .structure import map_tensors, tensors_in
 
 
 class State(enum.Enum):
@@ -90,7 +91,7 @@ class Unit:
             flat.unit_label = self.label
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
-        self.inputs: list[tuple[torch.Tensor, int]] = []  # of the forward under way, with versions
+        self._inputs: list[tuple[torch.Tensor, int]] = []  # of the forward under way
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
         self.trainable = sum(len(f.params) for f in self.flats if f.requires_grad)
         self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None
@@ -191,13 +192,6 @@ class Unit:
                     "parameters (elementwise) or inside zshard.full_params(model, write=True)."
                 )
 
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in the memory that the unit gives back when it is resharded."""
-        return (
-            self._attached is not None
-            and tensor.untyped_storage().data_ptr() == self._attached.memory.data_ptr()
-        )
-
     def reshard(self) -> None:
         """GATHERED or GATHERING -> SHARDED: give the slot back."""
         self._finish_gathers()
@@ -255,6 +249,37 @@ class Unit:
                 flat.mark(valid=False)
                 flat.attach(memory[begin:end].view(flat.dtypes.compute), self._leaf_done(flat))
                 begin += _aligned(flat.full_bytes)
+
+    # --- what goes in and out --------------------------------------------------------------------
+
+    def remember_inputs(self, inputs: object) -> None:
+        """Note what goes into the module, to tell what only passes through."""
+        if torch.is_grad_enabled():
+            self._inputs = [(t, t._version) for t in tensors_in(inputs) if t.requires_grad]
+
+    def own_outputs(self, output: object) -> list[torch.Tensor]:
+        """The differentiable tensors of ``output`` that have a node of this unit behind them."""
+        passed = {id(tensor) for tensor, version in self._inputs if tensor._version == version}
+        self._inputs = []
+        if not torch.is_grad_enabled():
+            return []
+        return [t for t in tensors_in(output) if t.requires_grad and id(t) not in passed]
+
+    def copy_lent(self, output: object) -> object:
+        """``output`` with copies of what lies in the slot, which is about to be given back.
+
+        A module may return (a view of) its own parameter, as learned positions do.
+        """
+        if self._attached is None:
+            return output
+        slot = self._attached.memory.data_ptr()
+
+        def lent(tensor: torch.Tensor) -> bool:
+            return tensor.untyped_storage().data_ptr() == slot
+
+        if not any(lent(tensor) for tensor in tensors_in(output)):
+            return output
+        return map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
 
     # --- gradients -------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from torch import nn
 from .comm import Comm, Tag
 from .errors import InputError, StateError
 from .flat import Flat
-from .schedule import Phase, Schedule
+from .phase import Phase
+from .schedule import Schedule
 from .unit import State
 from .wrap import schedule_of
 
