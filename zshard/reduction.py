@@ -103,7 +103,8 @@ class Reducer:
         """Reduce ``unit`` and those after it in the order that were only waiting for it."""
         self._ready.add(unit)
         while self._next < len(self._order) and self._order[self._next] in self._ready:
-            self._reduce(self._order[self._next], tag, note)
+            following = self._order[self._next]
+            self._reduce(following, tag._replace(unit=following.label), note)
             self._next += 1
 
     def has_reduced(self, unit: Unit) -> bool:
@@ -117,7 +118,7 @@ class Reducer:
             gathered: labels of the units gathered since the last reduction, in order.
         """
         for unit in self._order[self._next :]:
-            self.unit_done(unit, tag._replace(unit=unit.label), note)
+            self.unit_done(unit, tag, note)
         self._land()
         # See [Note: the desync guard].
         self._gathered = list(gathered)
