@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kPlanThreads)
         sums[threadIdx.x] = tiles;
         __syncthreads();
         for (int distance = 1; distance < kPlanThreads; distance *= 2) {
-            const int64_t other = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
+            const int from = static_cast<int>(threadIdx.x) - distance;
+            const int64_t other = from >= 0 ? sums[from] : 0;
             __syncthreads();
             sums[threadIdx.x] += other;
             __syncthreads();
@@ -187,9 +188,8 @@ void launch_shards(const AdamwArgs& args, const Plan& plan, size_t first, size_t
     Shards<kCapacity> shards{};
     shards.first = static_cast<int64_t>(first);
     std::copy_n(args.shards.begin() + shards.first, count, shards.items);
-    adamw_kernel<kSplit, Grad, Send, kCapacity>
-        <<<grid_for(tiles), kThreads, 0, current_stream()>>>(args.rows, plan, shards);
-    check_launch("adamw_");
+    launch("adamw_", adamw_kernel<kSplit, Grad, Send, kCapacity>, grid_for(tiles), kThreads,
+           args.rows, plan, shards);
 }
 
 }  // namespace
@@ -202,8 +202,7 @@ void adamw(const AdamwArgs& args) {
     const Plan plan{.first_tile = reinterpret_cast<int64_t*>(scratch.as<char>() + factor_bytes),
                     .factors = scratch.as<AdamwFactors>()};
     const auto num_shards = static_cast<int64_t>(args.shards.size());
-    plan_kernel<<<1, kPlanThreads, 0, current_stream()>>>(args.rows, num_shards, plan);
-    check_launch("adamw_");
+    launch("adamw_", plan_kernel, 1, kPlanThreads, args.rows, num_shards, plan);
     // How the segments cut the shards only the device knows: this many tiles at most, the rest of
     // the blocks end at once.
     int64_t tiles = rows;

@@ -13,9 +13,8 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(To* out, const From* src
 
 template <typename To, typename From>
 void cast_typed(const CastArgs& args) {
-    cast_kernel<<<grid_for(tiles_of(args.numel)), kThreads, 0, current_stream()>>>(
-        static_cast<To*>(args.out), static_cast<const From*>(args.src), args.numel);
-    check_launch("cast_");
+    launch("cast_", cast_kernel<To, From>, grid_for(tiles_of(args.numel)), kThreads,
+           static_cast<To*>(args.out), static_cast<const From*>(args.src), args.numel);
 }
 
 // Calls one(i) and four(i, aligned) for the elements of a grid's tiles.
@@ -85,14 +84,12 @@ void cast(const CastArgs& args) {
 
 void split_master(const MasterArgs& args) {
     if (args.numel == 0) return;
-    split_kernel<<<grid_for(tiles_of(args.numel)), kThreads, 0, current_stream()>>>(args);
-    check_launch("split_master_");
+    launch("split_master_", split_kernel, grid_for(tiles_of(args.numel)), kThreads, args);
 }
 
 void join_master(const MasterArgs& args) {
     if (args.numel == 0) return;
-    join_kernel<<<grid_for(tiles_of(args.numel)), kThreads, 0, current_stream()>>>(args);
-    check_launch("join_master_");
+    launch("join_master_", join_kernel, grid_for(tiles_of(args.numel)), kThreads, args);
 }
 
 }  // namespace zshard::cuda

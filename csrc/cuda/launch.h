@@ -1,9 +1,10 @@
 // What every CUDA launcher needs on the host: the stream, the size of the grid, and checks.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace zshard::cuda {
 
@@ -23,8 +24,18 @@ constexpr unsigned grid_for(int64_t tiles) {
 // The current device's current stream in torch.
 cudaStream_t current_stream();
 
-// Throws where a call, or the kernel launch before it, failed; names the op.
+// Throws where a CUDA call failed; names the op.
 void check(cudaError_t status, const char* op);
-inline void check_launch(const char* op) { check(cudaGetLastError(), op); }
+
+// Runs a kernel on the current stream. A failed launch throws.
+template <typename... Params, typename... Args>
+void launch(const char* op, void (*kernel)(Params...), unsigned grid, unsigned threads,
+            Args&&... args) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(grid);
+    config.blockDim = dim3(threads);
+    config.stream = current_stream();
+    check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), op);
+}
 
 }  // namespace zshard::cuda

@@ -7,6 +7,9 @@ namespace zshard::cuda {
 
 namespace {
 
+template <bool kPack>
+constexpr const char* kOp = kPack ? "pack_" : "unpack_";
+
 // A contiguous piece as a kernel sees it; the pieces' tiles are numbered one after another.
 struct Item {
     void* data;  // null: zero the flat elements
@@ -96,18 +99,16 @@ void launch_table(const PackArgs& args, const std::vector<Item>& items, size_t f
         table.items[i].first_tile = table.tiles;
         table.tiles += tiles_of(table.items[i].numel);
     }
-    move_kernel<kPack, Flat, kCapacity><<<grid_for(table.tiles), kThreads, 0, current_stream()>>>(
-        static_cast<Flat*>(args.flat), args.scale, table);
-    check_launch(kPack ? "pack_" : "unpack_");
+    launch(kOp<kPack>, move_kernel<kPack, Flat, kCapacity>, grid_for(table.tiles), kThreads,
+           static_cast<Flat*>(args.flat), args.scale, table);
 }
 
 template <bool kPack, typename Flat, typename Value>
 void launch_strided(const PackArgs& args, const Piece& piece) {
-    strided_kernel<kPack, Flat, Value>
-        <<<grid_for((piece.numel + kThreads - 1) / kThreads), kThreads, 0, current_stream()>>>(
-            static_cast<Flat*>(args.flat) + piece.offset, static_cast<Value*>(piece.data),
-            piece.numel, args.scale, piece.strided);
-    check_launch(kPack ? "pack_" : "unpack_");
+    launch(kOp<kPack>, strided_kernel<kPack, Flat, Value>,
+           grid_for((piece.numel + kThreads - 1) / kThreads), kThreads,
+           static_cast<Flat*>(args.flat) + piece.offset, static_cast<Value*>(piece.data),
+           piece.numel, args.scale, piece.strided);
 }
 
 template <bool kPack, typename Flat>

@@ -18,7 +18,7 @@ static_assert(kSquareColumns == kThreads);
 constexpr int kRow = kSquareColumns * kSquareGroup;
 
 // Adds sums[0 .. 2 * half), one a thread, by halving; the result is in sums[0].
-__device__ void halve(double* sums, int half) {
+__device__ void halve(double* sums, unsigned half) {
     for (; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
@@ -128,17 +128,13 @@ __global__ void __launch_bounds__(kSquareLanes)
 template <typename Acc, typename Chunk>
 void reduce_typed(const ReduceArgs& args) {
     const int64_t blocks = (args.numel + kSquareBlock - 1) / kSquareBlock;
-    const cudaStream_t stream = current_stream();
     std::optional<Scratch> scratch;
     if (args.stats != nullptr) scratch.emplace(blocks * int64_t{sizeof(Partial)});
     auto* partials = scratch ? scratch->as<Partial>() : nullptr;
-    if (blocks > 0) {
-        reduce_kernel<Acc, Chunk><<<grid_for(blocks), kThreads, 0, stream>>>(args, partials);
-        check_launch("reduce_");
-    }
+    if (blocks > 0)
+        launch("reduce_", reduce_kernel<Acc, Chunk>, grid_for(blocks), kThreads, args, partials);
     if (args.stats == nullptr) return;
-    stats_kernel<<<1, kSquareLanes, 0, stream>>>(partials, blocks, args.stats);
-    check_launch("reduce_");
+    launch("reduce_", stats_kernel, 1, kSquareLanes, partials, blocks, args.stats);
 }
 
 }  // namespace

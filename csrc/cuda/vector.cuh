@@ -64,11 +64,10 @@ __device__ void transform_run(To* out, const From* src, int64_t numel, Convert c
 // out = src * scale; scale 1 between equal types copies the bits.
 template <typename To, typename From>
 __device__ void convert_run(To* out, const From* src, int64_t numel, Wide<From> scale) {
-    if (std::is_same_v<To, From> && scale == 1) {
-        transform_run(out, src, numel, [](From x) { return convert<To>(x); });
-    } else {
-        transform_run(out, src, numel, [=](From x) { return convert_scaled<To>(x, scale); });
+    if constexpr (std::is_same_v<To, From>) {
+        if (scale == 1) return transform_run(out, src, numel, [](From x) { return x; });
     }
+    transform_run(out, src, numel, [=](From x) { return convert_scaled<To>(x, scale); });
 }
 
 }  // namespace zshard::cuda
