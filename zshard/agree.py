@@ -10,6 +10,7 @@ import torch
 from .comm import Comm, Tag
 from .errors import MismatchError
 from .layout import dense_stride
+from .strategy import Strategy
 from .unitmap import UnitSpec
 
 _CHUNK = 1 << 22  # elements hashed at once: bounds the temporary int64 copy to 32 MiB
@@ -20,6 +21,7 @@ class _Fact(NamedTuple):
 
     name: str
     unit: str
+    strategy: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # of its place in the flat buffer
     dtype: str
@@ -27,11 +29,14 @@ class _Fact(NamedTuple):
     values: tuple[int, int]
 
 
-def check(specs: Sequence[UnitSpec], comm: Comm, policy: str) -> None:
+def check(
+    specs: Sequence[UnitSpec], comm: Comm, policy: str, strategies: Sequence[Strategy]
+) -> None:
     """Compare names, unit map, shapes, dtypes, requires_grad and values over the ranks.
 
     Args:
         policy: the options of wrap that decide what is communicated, as text.
+        strategies: one a unit.
 
     Raises:
         MismatchError: on every rank, with the first parameter that differs and how, rank by rank.
@@ -40,13 +45,14 @@ def check(specs: Sequence[UnitSpec], comm: Comm, policy: str) -> None:
         _Fact(
             owned.name,
             spec.name or "root",
+            strategy.name,
             tuple(owned.param.shape),
             dense_stride(owned.param),
             str(owned.param.dtype),
             owned.param.requires_grad,
             digest(owned.param.detach()),
         )
-        for spec in specs
+        for spec, strategy in zip(specs, strategies, strict=True)
         for owned in spec.params
     ]
     policies = comm.all_gather_object(policy, Tag(0, "wrap", "root"))

@@ -26,6 +26,7 @@ class Kind(NamedTuple):
     device: torch.device
     grad: torch.dtype
     send: torch.dtype | None  # None: the master is what is sent
+    split: bool
 
 
 class Row(NamedTuple):
@@ -55,7 +56,8 @@ class Batch:
 
     rows: list[Row] = field(default_factory=list)
     flats: list[Flat | None] = field(default_factory=list)  # None: a plain parameter
-    masters: list[torch.Tensor] = field(default_factory=list)  # (S,) fp32 each
+    masters: list[torch.Tensor] = field(default_factory=list)  # (S,) fp32, or upper planes
+    lows: list[torch.Tensor] = field(default_factory=list)  # (S,) int16, where masters are split
     exp_avgs: list[torch.Tensor] = field(default_factory=list)
     exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
     _shards: dict[int, int] = field(default_factory=dict)  # id of flat or parameter -> shard
@@ -75,9 +77,13 @@ class Batch:
         if key not in self._shards:
             self._shards[key] = len(self.masters)
             self.flats.append(flat)
-            self.masters.append(flat_view(param) if flat is None else flat.master)
-            self.exp_avgs.append(torch.zeros_like(self.masters[-1]))
-            self.exp_avg_sqs.append(torch.zeros_like(self.masters[-1]))
+            if flat is not None and flat.master.low is not None:
+                self.masters.append(flat.master.send)
+                self.lows.append(flat.master.low)
+            else:
+                self.masters.append(flat_view(param) if flat is None else flat.master.read())
+            for states in (self.exp_avgs, self.exp_avg_sqs):
+                states.append(torch.zeros_like(self.masters[-1], dtype=torch.float32))
         begin, end = 0, param.numel()
         if isinstance(param, Sharded):
             begin, end, _ = param.flat.local(param.segment)
@@ -106,12 +112,18 @@ class Batch:
         for row in self.rows:
             if row.shard == len(found):
                 flat = self.flats[row.shard]
-                found.append(_plain_grad(row.param) if flat is None else flat.grad_buffer())
+                found.append(_plain_grad(row.param) if flat is None else flat.grads.owned())
         return found
 
     def sends(self) -> list[torch.Tensor]:
         """The send buffers that the update writes too; none where the masters are sent."""
-        return [flat.send for flat in self.flats if flat and flat.send is not flat.master]
+        return [flat.master.send for flat in self.flats if flat and flat.master.has_copy]
+
+    def before_write(self) -> None:
+        """Let gathers end that still send what the last update wrote."""
+        for flat in self.flats:
+            if flat is not None:
+                flat.before_write()
 
     def written(self) -> None:
         """Tell the flat buffers, or autograd, that the masters have new values."""
@@ -119,7 +131,7 @@ class Batch:
             if flat is None:
                 torch.autograd.graph.increment_version(master)
             else:
-                flat.updated(send_written=not flat.send_stale)
+                flat.updated(send_written=not flat.master.stale)
 
 
 def kind_of(param: torch.Tensor) -> Kind:
@@ -130,11 +142,11 @@ def kind_of(param: torch.Tensor) -> Kind:
     """
     if isinstance(param, Sharded):
         flat = param.flat
-        send = None if flat.send is flat.master else flat.send.dtype
-        kind = Kind(flat.schedule, flat.device, flat.dtypes.reduce, send)
+        send = flat.dtypes.compute if flat.master.has_copy else None
+        kind = Kind(flat.schedule, flat.device, flat.dtypes.reduce, send, flat.dtypes.split)
         name, master = param.fqn, flat.dtypes.master
     else:
-        kind = Kind(None, param.device, param.dtype, None)
+        kind = Kind(None, param.device, param.dtype, None, split=False)
         name, master = f"a parameter of shape {tuple(param.shape)}", param.dtype
     if master != torch.float32:
         raise OptimizerError(
@@ -151,9 +163,10 @@ def has_grad(param: torch.Tensor) -> bool:
         StateError: if it is held back by no_sync.
     """
     if isinstance(param, Sharded):
-        if param.flat.holds_back(param.segment):
-            param.flat.before_grad_access(param.segment)
-        return param.flat.has_grad[param.segment]
+        grads = param.flat.grads
+        if grads.is_held_back(param.segment):
+            grads.before_access(param.segment)
+        return grads.present[param.segment]
     return param.grad is not None
 
 

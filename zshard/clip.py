@@ -91,7 +91,9 @@ def _resolve(
 
 def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
     """The p-norm of the parameters' gradients over all ranks, 0-d fp32."""
-    grads = [g.local.double() for param in params if isinstance(g := param.grad, Sharded)]
+    # What every rank has whole (ddp) counts once.
+    counted = [p for p in params if schedule.comm.rank == 0 or not p.flat.strategy.replicated]
+    grads = [g.local.double() for param in counted if isinstance(g := param.grad, Sharded)]
     powers = [
         g.abs().max() if math.isinf(p) else g.abs().pow(p).sum() for g in grads if g.numel() > 0
     ]
@@ -102,5 +104,6 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
         total[0] = stacked.max() if math.isinf(p) else stacked.sum()
     if schedule.comm.size > 1:
         tag = Tag(schedule.step, "reduce", "norm")
-        schedule.comm.all_reduce(total, tag, maximum=math.isinf(p)).wait()
+        over = schedule.comm.shards
+        schedule.comm.all_reduce(total, tag, over, maximum=math.isinf(p)).wait()
     return (total if math.isinf(p) else total.pow(1.0 / p))[0].float()

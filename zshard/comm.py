@@ -96,91 +96,153 @@ class _NamedErrors(NamedTuple):
             ) from error
 
 
-class Comm:
-    """The collectives of one sharding group. With one rank it is never called.
+class Ranks:
+    """The ranks that a collective runs over: the sharding group, or the replicas of one shard.
 
-    Args:
-        group: the process group; None for a single rank without one.
-        device: where the buffers live.
+    Attributes:
+        group: the process group; None for a single rank.
+        size: number of ranks.
+        rank: this rank's place among them.
+        nccl: whether NCCL carries the collectives of ``device``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
+        # Of the group's backends, the one that handles this device.
+        self.nccl = group is not None and group._get_backend(device).name() == "nccl"
+
+    def chunks(self, dtype: torch.dtype) -> int:
+        """Rows that ``Comm.exchange`` delivers: one of sums, or one of every rank's.
+
+        NCCL sums fp32 and fp64 itself. Its 16-bit sums would round at every hop, and gloo's
+        reduce_scatter is a whole all-reduce: there every rank's row arrives, for us to sum in fp32.
+        """
+        return 1 if self.nccl and dtype.itemsize >= 4 else self.size
+
+
+class Comm:
+    """The collectives of one wrapped model. With one rank it is never called.
+
+    Args:
+        mesh: see ``groups_of``.
+        device: where the buffers live.
+    """
+
+    def __init__(self, mesh: dist.ProcessGroup | DeviceMesh | None, device: torch.device) -> None:
+        replicas, shards = groups_of(mesh)
+        self.shards = Ranks(shards, device)  # the sharding group
+        self.replicas = Ranks(replicas, device)  # the ranks that hold the same shard (HSDP)
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
-        # Of the group's backends, the one that handles this device.
-        self._nccl = group is not None and group._get_backend(device).name() == "nccl"
         # gather: all-gathers run ahead of the unit that computes, so they need their own order.
         self.gather_lane = Lane(device)
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
 
-    def chunks(self, dtype: torch.dtype) -> int:
-        """Rows that ``exchange`` delivers: one of sums, or one of every rank's.
+    @property
+    def size(self) -> int:
+        """N, the number of shards."""
+        return self.shards.size
 
-        NCCL sums fp32 and fp64 itself. Its 16-bit sums would round at every hop, and gloo's
-        reduce_scatter is a whole all-reduce: there every rank's row arrives, for us to sum in fp32.
-        """
-        return 1 if self._nccl and dtype.itemsize >= 4 else self.size
+    @property
+    def rank(self) -> int:
+        """The shard that this rank holds."""
+        return self.shards.rank
+
+    @property
+    def world(self) -> int:
+        """All ranks that train the model: shards times replicas."""
+        return self.shards.size * self.replicas.size
+
+    @property
+    def place(self) -> int:
+        """This rank's place among all of them, replica by replica."""
+        return self.replicas.rank * self.shards.size + self.shards.rank
 
     def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""
-        return _NamedErrors(self.rank, self.size, op, tag)
+        return _NamedErrors(self.place, self.world, op, tag)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Handle:
+    def all_gather(
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        tag: Tag,
+        *,
+        over: Ranks | None = None,
+        lane: Lane | None = None,
+    ) -> Handle:
         """Start gathering every rank's ``shard`` (S,) into ``full`` (N * S,), both uint8.
 
-        The backend's threads may outlive the caller's tensors, so these have to be long-lived.
+        ``shard`` may be this rank's part of ``full``. The backend's threads may outlive the
+        caller's tensors, so these have to be long-lived.
+
+        Args:
+            over: whose shards; None is the sharding group.
+            lane: None is the gather lane.
         """
-        with self.gather_lane.after_compute(), self.named_errors("all_gather", tag):
-            self._count("all_gather", _bytes(shard) * (self.size - 1), tag)
-            work = _all_gather(full, shard, self.group, async_op=not self._nccl)
-            return Handle(self, work, self.gather_lane.mark(), "all_gather", tag)
+        over, lane = over or self.shards, lane or self.gather_lane
+        with lane.after_compute(), self.named_errors("all_gather", tag):
+            self._count("all_gather", _bytes(shard) * (over.size - 1), tag)
+            work = _all_gather(full, shard, over.group, async_op=not over.nccl)
+            return Handle(self, work, lane.mark(), "all_gather", tag)
 
     def exchange(
-        self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype, tag: Tag
+        self,
+        chunks: torch.Tensor,
+        packed: torch.Tensor,
+        dtype: torch.dtype,
+        tag: Tag,
+        over: Ranks,
     ) -> Handle:
         """Start the communication of a reduce-scatter of ``packed`` (N * S,), uint8 of ``dtype``.
 
         ``chunks`` (C * S,), likewise, receives what the caller then sums in rank order; see
-        ``chunks``. Runs on the reduce lane; both have to be long-lived.
+        ``Ranks.chunks``. Runs on the reduce lane; both have to be long-lived.
         """
         with self.reduce_lane.after_compute(), self.named_errors("reduce_scatter", tag):
-            self._count("reduce_scatter", _bytes(packed) // self.size * (self.size - 1), tag)
-            if self.chunks(dtype) == 1:
-                work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=self.group)
+            self._count("reduce_scatter", _bytes(packed) // over.size * (over.size - 1), tag)
+            if over.chunks(dtype) == 1:
+                work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=over.group)
             else:
                 work = dist.all_to_all_single(
-                    chunks, packed, group=self.group, async_op=not self._nccl
+                    chunks, packed, group=over.group, async_op=not over.nccl
                 )
             return Handle(self, work, self.reduce_lane.mark(), "reduce_scatter", tag)
 
-    def all_reduce(self, value: torch.Tensor, tag: Tag, *, maximum: bool = False) -> Handle:
-        """Start summing (or taking the maximum of) ``value`` over the ranks, in place."""
+    def all_reduce(
+        self, value: torch.Tensor, tag: Tag, over: Ranks, *, maximum: bool = False
+    ) -> Handle:
+        """Start summing (or taking the maximum of) ``value`` over ``over``, in place."""
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        volume = 2 * _bytes(value) * (self.size - 1) // self.size
+        volume = 2 * _bytes(value) * (over.size - 1) // over.size
         with self.reduce_lane.after_compute(), self.named_errors("all_reduce", tag):
             self._count("all_reduce", volume, tag)
-            work = dist.all_reduce(value, op, self.group, async_op=not self._nccl)
+            work = dist.all_reduce(value, op, over.group, async_op=not over.nccl)
             return Handle(self, work, self.reduce_lane.mark(), "all_reduce", tag)
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
-        """Replace ``value`` by rank 0's, in place."""
-        with self.named_errors("broadcast", tag):
-            self._count("broadcast", _bytes(value) if self.rank == 0 else 0, tag)
-            dist.broadcast(value, group=self.group, group_src=0)
+        """Replace ``value`` by that of the first of all ranks, in place."""
+        for over in self._axes():
+            with self.named_errors("broadcast", tag):
+                self._count("broadcast", _bytes(value) if over.rank == 0 else 0, tag)
+                dist.broadcast(value, group=over.group, group_src=0)
 
     def all_gather_object(self, value: object, tag: Tag) -> list[object]:
-        """Every rank's ``value``, in rank order. For set-up, not for steps."""
-        if self.size == 1:
-            return [value]
-        out: list[object] = [None] * self.size
-        with self.named_errors("all_gather_object", tag):
-            self._count("all_gather_object", 0, tag)
-            dist.all_gather_object(out, value, self.group)
-        return out
+        """Every rank's ``value``, in the order of ``place``. For set-up, not for steps."""
+        everyone = [value]
+        for over in self._axes():
+            out: list[list[object]] = [[] for _ in range(over.size)]
+            with self.named_errors("all_gather_object", tag):
+                self._count("all_gather_object", 0, tag)
+                dist.all_gather_object(out, everyone, over.group)
+            everyone = [item for part in out for item in part]
+        return everyone
+
+    def _axes(self) -> list[Ranks]:
+        return [over for over in (self.shards, self.replicas) if over.size > 1]
 
     def _count(self, op: str, sent: int, tag: Tag) -> None:
         self.stats.calls[op] += 1
@@ -189,21 +251,32 @@ class Comm:
             self.interpose(op, tag)
 
 
-def group_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The sharding group that ``mesh`` stands for; None is one rank without a group.
+def groups_of(
+    mesh: dist.ProcessGroup | DeviceMesh | None,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The groups of replicas and of shards that ``mesh`` stands for; None is a single rank.
+
+    Args:
+        mesh: None, the default process group if there is one; a ProcessGroup or a 1-D DeviceMesh,
+            the sharding group; a 2-D DeviceMesh, (replicate, shard).
 
     Raises:
-        InputError: for a mesh of more than one dimension, or of another type.
+        InputError: for a mesh of more than two dimensions, or of another type.
     """
     if mesh is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return None, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise InputError(f"mesh has {mesh.ndim} dimensions; zshard.wrap shards over a 1-D mesh")
-        return mesh.get_group()
+        if mesh.ndim == 1:
+            return None, mesh.get_group()
+        if mesh.ndim == 2:
+            return mesh.get_group(0), mesh.get_group(1)
+        raise InputError(
+            f"mesh has {mesh.ndim} dimensions; zshard.wrap takes a 1-D mesh to shard over, or a "
+            "2-D one, (replicate, shard)"
+        )
     if isinstance(mesh, dist.ProcessGroup):
-        return mesh
-    raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup or a 1-D DeviceMesh")
+        return None, mesh
+    raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup, or a 1-D or 2-D DeviceMesh")
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -46,31 +46,51 @@ class Segment(NamedTuple):
         return strides != sorted(strides, reverse=True)
 
 
-class Local(NamedTuple):
-    """The part of a segment that lies in one rank's shard, in elements."""
+class Range(NamedTuple):
+    """Elements [begin, end) of a flat buffer."""
 
-    begin: int  # in the shard
+    begin: int
     end: int
-    skip: int  # elements of the segment that lie in earlier ranks' shards
+
+    @property
+    def numel(self) -> int:
+        """Elements in the range."""
+        return self.end - self.begin
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The range's elements of a flat tensor, as a view."""
+        return tensor[self.begin : self.end]
+
+
+class Local(NamedTuple):
+    """The part of a segment that lies in a range of the flat buffer, in elements."""
+
+    begin: int  # in the range
+    end: int
+    skip: int  # elements of the segment that lie before the range
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The segments of one flat buffer, cut into ``world_size`` shards of equal size."""
+    """The segments of one flat buffer, cut into ``world_size`` shards of equal size.
+
+    With replicas (HSDP) a shard is itself a whole number of equal, aligned pieces, one a replica.
+    """
 
     segments: tuple[Segment, ...]
     shard_size: int  # S, elements
     world_size: int  # N
+    replicas: int = 1
 
     @classmethod
-    def of(cls, params: Sequence[torch.Tensor], world_size: int) -> Layout:
+    def of(cls, params: Sequence[torch.Tensor], world_size: int, replicas: int = 1) -> Layout:
         """Lay ``params`` out in order."""
-        flat = _C.flat_layout([p.numel() for p in params], world_size)
+        flat = _C.flat_layout([p.numel() for p in params], world_size * replicas)
         segments = tuple(
             Segment(offset, p.numel(), p.shape, dense_stride(p))
             for p, offset in zip(params, flat.offsets, strict=True)
         )
-        return cls(segments, flat.shard_size, world_size)
+        return cls(segments, flat.shard_size * replicas, world_size, replicas)
 
     @property
     def numel(self) -> int:
@@ -82,14 +102,27 @@ class Layout:
         """Elements of the full buffer that belong to no parameter."""
         return self.numel - sum(s.numel for s in self.segments)
 
-    def local(self, index: int, rank: int) -> Local:
-        """The part of segment ``index`` in the shard of ``rank``; empty where begin == end."""
+    @property
+    def whole(self) -> Range:
+        """All of the flat buffer."""
+        return Range(0, self.numel)
+
+    def shard(self, rank: int) -> Range:
+        """The shard of ``rank``."""
+        return Range(rank * self.shard_size, (rank + 1) * self.shard_size)
+
+    def piece(self, replica: int) -> Range:
+        """The part of a shard that ``replica`` sums over the replicas, counted from the shard."""
+        size = self.shard_size // self.replicas
+        return Range(replica * size, (replica + 1) * size)
+
+    def local(self, index: int, within: Range) -> Local:
+        """The part of segment ``index`` inside ``within``; empty where begin == end."""
         segment = self.segments[index]
-        low, high = rank * self.shard_size, (rank + 1) * self.shard_size
-        begin = min(max(segment.offset, low), high)
-        end = min(max(segment.offset + segment.numel, begin), high)
+        begin = min(max(segment.offset, within.begin), within.end)
+        end = min(max(segment.offset + segment.numel, begin), within.end)
         skip = min(max(begin - segment.offset, 0), segment.numel)
-        return Local(begin - low, end - low, skip)
+        return Local(begin - within.begin, end - within.begin, skip)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

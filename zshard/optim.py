@@ -16,6 +16,7 @@ from . import ops
 from .batches import Batch, Hyper, Kind, has_grad, kind_of
 from .errors import InputError, OptimizerError
 from .param import Sharded
+from .schedule import Schedule
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
@@ -67,6 +68,9 @@ class _FusedAdam(Optimizer):
             if kind.schedule is not None:
                 kind.schedule.require_gradients()
             self._update(kind, batch)
+        for schedule in dict.fromkeys(kind.schedule for kind in self._batches):
+            if schedule is not None:
+                schedule.renew()
         return loss
 
     def _update(self, kind: Kind, batch: Batch) -> None:
@@ -76,9 +80,10 @@ class _FusedAdam(Optimizer):
         if kind.schedule is not None:
             kind.schedule.note("step", kind.schedule.root)
         batch.refresh([self._hyper(group) for group in self.param_groups], active)
+        batch.before_write()
         ops.adamw_(
             batch.masters,
-            [],
+            batch.lows,
             batch.exp_avgs,
             batch.exp_avg_sqs,
             batch.grads(),
@@ -115,7 +120,7 @@ class _FusedAdam(Optimizer):
             for param in group["params"]:
                 if not isinstance(param, Sharded) or param.flat.requires_grad:
                     self._batches.setdefault(kind_of(param), Batch()).add(param, number)
-        for batch in self._batches.values():
+        for kind, batch in self._batches.items():
             batch.tabulate()
             for step, row in zip(batch.steps, batch.rows, strict=True):
                 self.state[row.param] = {
@@ -123,8 +128,15 @@ class _FusedAdam(Optimizer):
                     "exp_avg": batch.exp_avgs[row.shard][row.begin : row.end],
                     "exp_avg_sq": batch.exp_avg_sqs[row.shard][row.begin : row.end],
                 }
+            if kind.schedule is not None:
+                kind.schedule.optimizers.add(self)
         self._built_for = signature
         self._restore(saved)
+
+    def state_bytes(self, schedule: Schedule) -> int:
+        """Bytes of the states of the shards of one wrapped model, padding included."""
+        batches = [b for kind, b in self._batches.items() if kind.schedule is schedule]
+        return sum(t.nbytes for b in batches for t in (*b.exp_avgs, *b.exp_avg_sqs))
 
     # --- state_dict ------------------------------------------------------------------------------
 

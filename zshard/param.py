@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map
 
-from .errors import InputError, ShardedAccessError, StateError
+from .errors import InputError, OptimizerError, ShardedAccessError, StateError
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -30,6 +30,7 @@ _ELEMENTWISE = frozenset(
         *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     )
 )
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _NOT_ELEMENTWISE_FOREACH = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
 
 
@@ -42,7 +43,7 @@ class Sharded(torch.Tensor):
     gradient, the reduce dtype).
     """
 
-    _local: torch.Tensor
+    _local: torch.Tensor | None
     flat: Flat
     segment: int  # index of its segment in the flat buffer
     _is_param: bool  # what isinstance(x, torch.nn.Parameter) looks at
@@ -53,14 +54,17 @@ class Sharded(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        local: torch.Tensor,
+        local: torch.Tensor | None,
         flat: Flat,
         segment: int,
         *,
         is_param: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Sharded:
-        """Wrap ``local``, this rank's slice of segment ``segment`` of ``flat``."""
+        """Wrap ``local``, this rank's slice of segment ``segment`` of ``flat``.
+
+        None stands for the slice of a split master, which has no memory of its own.
+        """
         place = flat.layout.segments[segment]
         self: Sharded = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -78,18 +82,21 @@ class Sharded(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """1-D, this rank's slice in the flat buffer's memory order."""
+        """1-D, this rank's slice in the flat buffer's memory order; a copy of a split master's."""
+        if self._local is None:
+            begin, end, _ = self.flat.local(self.segment)
+            return self.flat.master.read(begin, end)
         return self._local
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The reduced gradient, sharded like the parameter; None where the plain model's is."""
-        return self.flat.get_grad(self.segment) if self._is_param else None
+        return self.flat.grads.get(self.segment) if self._is_param else None
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if self._is_param:
-            self.flat.set_grad(self.segment, value)
+            self.flat.grads.set(self.segment, value)
 
     @property
     def data(self) -> torch.Tensor:
@@ -137,6 +144,11 @@ class Sharded(torch.Tensor):
         """The parameter's fully qualified name in the wrapped model."""
         return self.flat.names[self.segment]
 
+    def _numel(self) -> int:
+        """Elements on this rank."""
+        begin, end, _ = self.flat.local(self.segment)
+        return end - begin
+
     def extent(self) -> tuple[object, ...]:
         """Which elements the local slice has: equal for tensors that line up element by element."""
         place, local = self.flat.layout.segments[self.segment], self.flat.local(self.segment)
@@ -146,7 +158,7 @@ class Sharded(torch.Tensor):
         kind = "parameter" if self._is_param else "tensor"
         return (
             f"zshard {kind} {self.fqn!r} {tuple(self.shape)} {self.dtype}, "
-            f"{self._local.numel()} of {self.numel()} elements on this rank"
+            f"{self._numel()} of {self.numel()} elements on this rank"
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -179,17 +191,26 @@ class Sharded(torch.Tensor):
             )
         _refuse_whole_tensor_ops(func, sharded)
         _refuse_different_layouts(func, sharded)
+        if func in _ALIASES and sharded[0]._local is None:
+            return Sharded(None, sharded[0].flat, sharded[0].segment)
         if func._schema.name in ("aten::zero_", "aten::_foreach_zero_"):
             for grad in sharded:
                 if isinstance(grad, ShardedGrad):
-                    grad.flat.drop_held_back(grad.segment)
-        if func is torch.ops.aten.copy_.default and isinstance(args[0], Sharded):
-            args = (args[0], _own_slice(args[0], args[1]), *args[2:])
+                    grad.flat.grads.drop_held_back(grad.segment)
+        if func is torch.ops.aten.copy_.default and isinstance(target := args[0], Sharded):
+            args = (target, _own_slice(target, args[1]), *args[2:])
+            if target._local is None:
+                return _copy_into_split(target, args[1])
             sharded = _sharded_arguments(args, kwargs)
+        changed = _mutated(func, args, kwargs) if func._schema.is_mutable else []
+        _refuse_split(func, changed)
+        for target in changed:
+            target.flat.before_write()
         locals_, local_kwargs = tree_map(_local_of(func, sharded[0]), (args, kwargs))
         result = func(*locals_, **local_kwargs)
         if func._schema.is_mutable:
-            for written in _mutated(func, args, kwargs):
+            for written in changed:
+                assert written._local is not None
                 written.flat.slice_written(written._local)
             return args[0] if func._schema.returns else None
         return tree_map(_wrap_like(sharded), result)
@@ -205,7 +226,8 @@ class ShardedGrad(Sharded):
     @property
     def local(self) -> torch.Tensor:
         """1-D, this rank's slice in the flat buffer's memory order."""
-        self.flat.before_grad_access(self.segment)
+        self.flat.grads.before_access(self.segment)
+        assert self._local is not None
         return self._local
 
 
@@ -222,7 +244,7 @@ def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
         return
     raise ShardedAccessError(
         f"{name} needs the whole of {sharded[0].fqn!r} {tuple(sharded[0].shape)}, of which this "
-        f"rank holds {sharded[0]._local.numel()} elements. In a forward: the parameter is used "
+        f"rank holds {sharded[0]._numel()} elements. In a forward: the parameter is used "
         f"outside the module of its unit {sharded[0].flat.unit_label!r}; make the module that uses "
         "it a unit (zshard.wrap(units=...)). Elsewhere: work on whole parameters inside "
         "zshard.full_params(model); clip with zshard.clip_grad_norm_(model, ...)."
@@ -242,6 +264,27 @@ def _refuse_different_layouts(func: Any, sharded: list[Sharded]) -> None:
             )
 
 
+def _refuse_split(func: Any, changed: list[Sharded]) -> None:
+    for target in changed:
+        if target._local is None:
+            raise OptimizerError(
+                f"{func._schema.name} would change {target.fqn!r} in place, whose master is split "
+                "into two 16-bit planes. Only zshard's optimizers update it: use zshard.AdamW, "
+                "Adam or SGD, or Precision(master='fp32'); by hand, copy_ whole values, or write "
+                "inside zshard.full_params(model, write=True)."
+            )
+
+
+def _copy_into_split(target: Sharded, source: object) -> Sharded:
+    begin, end, _ = target.flat.local(target.segment)
+    value = torch.empty(end - begin, dtype=torch.float32, device=target.device)
+    value.copy_(source.local if isinstance(source, Sharded) else source)  # type: ignore[arg-type]
+    target.flat.before_write()
+    target.flat.master.store(begin, value)
+    target.flat.updated(send_written=True)
+    return target
+
+
 def _own_slice(target: Sharded, source: object) -> object:
     """What of ``source`` goes into ``target``: a whole tensor gives this rank's slice of it."""
     if not isinstance(source, torch.Tensor) or isinstance(source, Sharded) or source.ndim == 0:
@@ -254,7 +297,7 @@ def _own_slice(target: Sharded, source: object) -> object:
         )
     whole = segment.physical(source).reshape(-1)
     skip = target.flat.local(target.segment).skip
-    return whole[skip : skip + target.local.numel()]
+    return whole[skip : skip + target._numel()]
 
 
 def _local_of(func: Any, first: Sharded) -> Callable[[object], object]:

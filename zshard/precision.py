@@ -13,12 +13,13 @@ _WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Dtypes(NamedTuple):
-    """The four dtypes of one flat buffer."""
+    """The dtypes of one flat buffer."""
 
     param: torch.dtype  # the parameter's own dtype: what is read back
     compute: torch.dtype  # full buffer and send buffer
     reduce: torch.dtype  # gradients on the wire and in the gradient shard
     master: torch.dtype  # the authority; optimizer states have it too
+    split: bool = False  # the fp32 master is two 16-bit planes, the upper of them the bf16 copy
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,20 @@ class Precision:
         compute: dtype of the gathered parameters; None keeps each parameter's own.
         reduce: dtype of gradients on the wire and in the gradient shard; None keeps each
             parameter's own. Sums are accumulated in fp32 whatever this is.
-        master: "fp32". ("split", two 16-bit planes, is not available yet.)
+        master: "fp32"; or "split", for bf16 compute: the fp32 master as two 16-bit planes, of
+            which the upper is the bf16 copy that is gathered (rounded half up, not to even). Two
+            bytes a parameter less, and the same updates bit for bit; only zshard's optimizers can
+            use it. Parameters that compute in fp32 or fp64 are their own master all the same.
         output: dtype that the root module's floating-point outputs are cast to; None leaves them.
         cast_inputs: cast floating-point inputs of the root module to the compute dtype.
 
     Raises:
-        InputError: for a dtype or master that zshard cannot use.
+        InputError: for a dtype or master that zshard cannot use, or a split one without bf16.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    master: Literal["fp32"] = "fp32"
+    master: Literal["fp32", "split"] = "fp32"
     output: torch.dtype | None = None
     cast_inputs: bool = True
 
@@ -49,19 +53,25 @@ class Precision:
             if dtype is not None and dtype not in _WIRE:
                 names = ", ".join(str(d) for d in _WIRE)
                 raise InputError(f"Precision({field}={dtype!r}): expected None or one of {names}")
-        if self.master != "fp32":
-            raise InputError(f"Precision(master={self.master!r}): only 'fp32' is available")
+        if self.master not in ("fp32", "split"):
+            raise InputError(f"Precision(master={self.master!r}): expected 'fp32' or 'split'")
+        if self.master == "split" and self.compute not in (None, torch.bfloat16):
+            raise InputError(
+                f"Precision(compute={self.compute}, master='split'): the upper plane of a split "
+                "master is the bf16 copy that is computed with; use compute=torch.bfloat16"
+            )
 
     @classmethod
     def bf16(
         cls,
         reduce: torch.dtype = torch.float32,
         *,
+        master: Literal["fp32", "split"] = "fp32",
         output: torch.dtype | None = None,
         cast_inputs: bool = True,
     ) -> Precision:
         """Compute in bf16, reduce in ``reduce``, keep an fp32 master."""
-        return cls(torch.bfloat16, reduce, output=output, cast_inputs=cast_inputs)
+        return cls(torch.bfloat16, reduce, master, output, cast_inputs)
 
     @classmethod
     def fp16(
@@ -81,4 +91,6 @@ class Precision:
         """
         if param == torch.float64:
             return Dtypes(param, param, param, param)
-        return Dtypes(param, self.compute or param, self.reduce or param, torch.float32)
+        compute = self.compute or param
+        split = self.master == "split" and compute == torch.bfloat16
+        return Dtypes(param, compute, self.reduce or param, torch.float32, split)

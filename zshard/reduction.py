@@ -2,14 +2,15 @@
 
 Order of events for each trainable flat buffer: pack (one pass over the gradients, which are freed),
 exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum
-of squares and a non-finite flag. One exchange is in flight at a time, under the next unit's
-backward. After the last one a single small all-reduce tells every rank the global sum of squares,
-whether anything is not finite, and which parameters have a gradient on any rank.
+of squares and a non-finite flag (flight.py). One exchange is in flight at a time, under the next
+unit's backward. After the last one a single small all-reduce tells every rank the global sum of
+squares, whether anything is not finite, and which parameters have a gradient on any rank.
 
 [Note: the desync guard]
 Ranks that gather different units at the same time get wrong numbers without any error from the
 backend. So the all-reduce also carries a 16-bit mark of the order of gathers, and its square: if
-N times the sum of squares is not the square of the sum, the marks differ, and every rank knows.
+the sum of squares, times the number of ranks, is not the square of the sum, the marks differ, and
+every rank knows.
 """
 
 from __future__ import annotations
@@ -17,39 +18,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
 
 import torch
 
-from . import ops
 from .comm import Comm, Handle, Tag
 from .errors import MismatchError
 from .flat import Flat
+from .flight import Flight, Route
 from .pool import Pool
-from .streams import Mark, compute_waits
 from .unit import Unit
 
 Note = Callable[[str, Unit], None]
-
-
-class _InFlight(NamedTuple):
-    """A reduction whose exchange has been started."""
-
-    flat: Flat
-    stats: torch.Tensor  # (2,) float64: sum of squares, non-finite flag
-    chunks: torch.Tensor  # (C, S) reduce dtype
-    handle: Handle | None  # None at N = 1
-    mark: Mark  # of the post-reduce pass, where that is already enqueued (CUDA)
-    scale: float
-
-
-class _Buffers(NamedTuple):
-    """The two reduce buffers as one flat uses them."""
-
-    packed: torch.Tensor  # (N * S,) reduce dtype
-    sent: torch.Tensor  # the same as bytes
-    chunks: torch.Tensor  # (C, S) reduce dtype; at N = 1 the packed gradients themselves
-    received: torch.Tensor  # the same as bytes
 
 
 class Reducer:
@@ -64,8 +43,9 @@ class Reducer:
         self._next = 0
         self._ready: set[Unit] = set()
         self._reduced: set[Unit] = set()
-        self._in_flight: _InFlight | None = None
-        self._buffers: dict[Flat, _Buffers] = {}
+        self._in_flight: Flight | None = None
+        self._flights: list[Flight] = []  # of this backward
+        self._routes: dict[Flat, Route] = {}
         self._stats = torch.zeros(len(self.flats), 2, dtype=torch.float64, device=device)
         self._present: list[bool] = []
         self._gathered: list[str] = []
@@ -74,24 +54,20 @@ class Reducer:
         self._summary_handle: Handle | None = None
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
-        reduced = [f.layout.numel * f.dtypes.reduce.itemsize for f in self.flats]
-        rows = [
-            nbytes * comm.chunks(flat.dtypes.reduce) // comm.size
-            for nbytes, flat in zip(reduced, self.flats, strict=True)
-            if comm.size > 1
-        ]
-        pool.reserve_scratch(packed=max(reduced, default=0), chunks=max(rows, default=0))
+        sizes = [Route.bytes_of(flat, comm) for flat in self.flats]
+        packed, chunks = (max(column, default=0) for column in zip((0, 0), *sizes, strict=True))
+        pool.reserve_scratch(packed=packed, chunks=chunks)
         for flat in self.flats:
-            flat.on_grad_query = self.settle
-            flat.on_grad_access = self.apply_scale
-            flat.on_grad_change = self.forget_norm
+            flat.grads.on_query = self.settle
+            flat.grads.on_access = self.apply_scale
+            flat.grads.on_change = self.forget_norm
 
     # --- one backward ----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin a backward: what was left lazy from the last one is settled."""
         self.settle()
-        if any(any(flat.has_grad) for flat in self.flats):
+        if any(any(flat.grads.present) for flat in self.flats):
             self.apply_scale()
         self.grad_scale = None
         self._next = 0
@@ -120,14 +96,20 @@ class Reducer:
         for unit in self._order[self._next :]:
             self.unit_done(unit, tag, note)
         self._land()
+        while self._flights:
+            self._flights.pop(0).wait()
         # See [Note: the desync guard].
         self._gathered = list(gathered)
         mark = zlib.crc32("\n".join(gathered).encode()) & 0xFFFF
         told = torch.tensor([mark, mark * mark, *self._present], dtype=torch.float64)
         self._summary = torch.cat((self._stats.sum(0), told.to(self._device)))
-        if self._comm.size > 1 and self.flats:
+        if self.flats:
             tag = tag._replace(phase="reduce", unit="norm")
-            self._summary_handle = self._comm.all_reduce(self._summary, tag)
+            for over in (self._comm.shards, self._comm.replicas):
+                if over.size > 1:
+                    if self._summary_handle is not None:
+                        self._summary_handle.wait()
+                    self._summary_handle = self._comm.all_reduce(self._summary, tag, over)
 
     def settle(self) -> None:
         """Take in what the last backward's all-reduce said, if that has not been done."""
@@ -138,11 +120,11 @@ class Reducer:
         summary, self._summary, self._summary_handle = self._summary, None, None
         self._sum_of_squares = summary[0]
         marks, squares, *present = summary[2:].tolist()
-        if squares * self._comm.size != marks * marks:
+        if squares * self._comm.world != marks * marks:
             self._raise_desync()
         flags = iter(present)
         for flat in self.flats:
-            flat.has_grad = [next(flags) > 0 or had for had in flat.has_grad]
+            flat.grads.present = [next(flags) > 0 or had for had in flat.grads.present]
 
     def _raise_desync(self) -> None:
         """Say which units the ranks gathered instead of each other's; every rank comes here."""
@@ -151,7 +133,7 @@ class Reducer:
         first = next(row for row in rows if len(set(row)) > 1)
         seen = ", ".join(f"rank {rank} {label!r}" for rank, label in enumerate(first))
         for flat in self.flats:
-            flat.has_grad = [False] * len(flat.has_grad)
+            flat.grads.present = [False] * len(flat.names)
         raise MismatchError(
             f"the ranks gathered different units at the same time: {seen}. The last forward and "
             "backward are wrong on every rank, and their gradients are dropped. Every rank has to "
@@ -164,67 +146,37 @@ class Reducer:
             if flat.requires_grad:
                 self._land()  # its buffers are used again
                 note("pack", unit)
-                self._present += flat.present()
-                flat.grad_buffer()  # allocated here, on the compute stream
-                buffers = self._buffers_of(flat)
+                self._present += flat.grads.ready()
+                route = self._route_of(flat)
                 # fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit
                 # gradients after it, in fp32, so that the division rounds nothing away.
                 early = flat.dtypes.reduce in (torch.float32, torch.float64)
-                mean = 1.0 / self._comm.size
-                flat.pack(buffers.packed, mean if early else 1.0)
+                mean = 1.0 / self._comm.world
+                flat.grads.pack(route.packed, mean if early else 1.0)
                 note("reduce", unit)
-                self._exchange(flat, buffers, 1.0 if early else mean, tag)
-
-    def _exchange(self, flat: Flat, buffers: _Buffers, scale: float, tag: Tag) -> None:
-        stats = self._stats[self.flats.index(flat)]
-        handle = None
-        if self._comm.size > 1 and flat.layout.numel > 0:
-            handle = self._comm.exchange(buffers.received, buffers.sent, flat.dtypes.reduce, tag)
-        flight = _InFlight(flat, stats, buffers.chunks, handle, None, scale)
-        if self._device.type == "cuda":  # nothing blocks the host, so the lane goes straight on
-            with self._comm.reduce_lane.after_compute():
-                self._post(flight)
-            flight = flight._replace(mark=self._comm.reduce_lane.mark())
-        self._in_flight = flight
-
-    def _post(self, flight: _InFlight) -> None:
-        """The post-reduce pass: sum in rank order, accumulate, sum of squares, non-finite flag."""
-        if flight.handle is not None:
-            flight.handle.wait()
-        accumulate = flight.flat.prepare_sum()
-        acc = flight.flat.grad_buffer()
-        ops.reduce_(acc, flight.chunks, flight.scale, accumulate, flight.stats)
+                stats = self._stats[self.flats.index(flat)]
+                scale = 1.0 if early else mean
+                flight = Flight(flat, route, scale, stats, self._comm, tag)
+                self._in_flight = flight
+                self._flights.append(flight)
 
     def _land(self) -> None:
-        """Complete the reduction in flight."""
-        flight, self._in_flight = self._in_flight, None
-        if flight is None:
-            return
-        if self._device.type == "cuda":
-            compute_waits(flight.mark)
-        else:
-            self._post(flight)
-
-    def _buffers_of(self, flat: Flat) -> _Buffers:
-        """The views of the two reduce buffers that ``flat`` uses, made once."""
-        if (buffers := self._buffers.get(flat)) is None:
-            dtype, size = flat.dtypes.reduce, flat.layout.shard_size
-            sent = self._pool.scratch("packed", flat.layout.numel * dtype.itemsize)
-            packed, received, rows = sent.view(dtype), sent, 1
-            if self._comm.size > 1:
-                rows = self._comm.chunks(dtype)
-                received = self._pool.scratch("chunks", rows * size * dtype.itemsize)
-            chunks = received.view(dtype).view(rows, size)
-            buffers = self._buffers[flat] = _Buffers(packed, sent, chunks, received)
-        return buffers
-
-    def abandon(self) -> None:
-        """Forget a backward that did not finish; its exchange still ends before the buffers do."""
+        """Have the reduction in flight leave the reduce buffers."""
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
-            compute_waits(flight.mark)
-            if flight.handle is not None:
-                flight.handle.wait()
+            flight.land()
+
+    def _route_of(self, flat: Flat) -> Route:
+        if (route := self._routes.get(flat)) is None:
+            route = self._routes[flat] = Route.of(flat, self._comm, self._pool)
+        return route
+
+    def abandon(self) -> None:
+        """Forget a backward that did not finish."""
+        for flight in self._flights:
+            flight.abandon()
+        self._flights.clear()
+        self._in_flight = None
         self._next = len(self._order)
 
     # --- what is known of the gradients ----------------------------------------------------------
@@ -242,8 +194,8 @@ class Reducer:
         self.settle()
         if self.grad_scale is not None:
             for flat in self.flats:
-                if any(flat.has_grad):
-                    flat.grad_buffer().mul_(self.grad_scale)
+                if any(flat.grads.present):
+                    flat.grads.owned().mul_(self.grad_scale)
             # Kept up to date, not forgotten: one rank may look while the others do not, and all
             # have to agree on whether clipping communicates.
             self._sum_of_squares = self.sum_of_squares

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -29,6 +30,13 @@ from .reduction import Reducer
 from .structure import cast_floating
 from .trace import Trace
 from .unit import State, Unit
+
+
+class HoldsStates(Protocol):
+    """An optimizer that can say what it holds."""
+
+    def state_bytes(self, schedule: Schedule) -> int:
+        """Bytes of its states of one wrapped model."""
 
 
 class Schedule:
@@ -58,6 +66,7 @@ class Schedule:
         self.sync = True  # False inside no_sync: gradients stay on the leaves
         self.whole = False  # True inside full_params: the modules hold whole parameters
         self.trace: Trace | None = None
+        self.optimizers: weakref.WeakSet[HoldsStates] = weakref.WeakSet()  # zshard's own
         self._order: list[Unit] = []  # units as the last forward called them
         self._recorded: list[Unit] = []
         self._handled: BaseException | None = None  # around the forward under way
@@ -246,7 +255,7 @@ class Schedule:
             self._release(unit)
         if not self.sync:
             for flat in self.reducer.flats:
-                flat.hold_back()
+                flat.grads.hold_back()
         else:
             self.reducer.finish(self._tag("reduce", self.root), self.note, self._gathered)
             self._gathered = []
@@ -257,7 +266,7 @@ class Schedule:
 
     def _obtain(self, unit: Unit) -> None:
         if unit.outdated and self.phase is not Phase.BACKWARD:
-            self._release(unit)
+            self._reshard(unit)
         if unit.state is State.SHARDED:
             self._gather(unit)
         if unit.state is State.GATHERING:
@@ -276,16 +285,34 @@ class Schedule:
             self._gather(unit)
 
     def _release(self, unit: Unit) -> None:
+        if unit.strategy.resident:
+            unit.uninstall()
+            unit.in_use = False
+        else:
+            self._reshard(unit)
+
+    def _reshard(self, unit: Unit) -> None:
         if unit.state is not State.SHARDED:
             self.note("reshard", unit)
             unit.reshard()
+
+    def renew(self) -> None:
+        """After a step: start gathering the updated shards of units that stay whole.
+
+        In the order of the forward that they hide under; each unit waits for its own.
+        """
+        for unit in dict.fromkeys((self.root, *self._order, *self.units)):
+            if unit.strategy.resident and (unit.outdated or unit.state is State.SHARDED):
+                self._reshard(unit)
+                self._gather(unit)
 
     def _forget_last_forward(self) -> None:
         """Free what a forward without a backward has left gathered, or has an old value."""
         for unit in self.units:
             unit.in_use = False
             if unit.outdated:
-                self._release(unit)
+                self._reshard(unit)
+        self.renew()  # what has not been since the step: another library's optimizer took it
 
     def parameters(self) -> list[Sharded]:
         """Every sharded parameter, in the order of the units."""

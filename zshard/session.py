@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypedDict
 
+import torch
 from torch import nn
 
 from .comm import CommStats
@@ -16,14 +17,16 @@ from .wrap import schedule_of
 
 
 class Bytes(TypedDict):
-    """Bytes that this rank holds, by what they are for."""
+    """Bytes that this rank holds, by what they are for; padding is part of each."""
 
-    parameters: int  # send buffers in the compute dtype, where they are not the master
-    gradients: int  # gradient shards that are allocated
-    master: int  # the masters; where the compute dtype is the master's, they are the parameters
-    full_buffers: int  # memory of the gathered units
+    parameters: int  # compute-dtype copies and send buffers, whole or sharded as the strategy says
+    gradients: int  # gradient buffers that are allocated
+    master: int  # masters beside the parameters; 0 where the parameters are it
+    optimizer: int  # states of zshard's optimizers that have taken a step
+    states: int  # the sum of the above
+    full_buffers: int  # memory that gathered units share
     reduce_buffers: int
-    padding: int  # part of the above that belongs to no parameter
+    padding: int  # the part of parameters and master that belongs to no parameter
 
 
 class Memory(TypedDict):
@@ -75,29 +78,40 @@ def stats(model: nn.Module) -> CommStats:
 def memory(model: nn.Module) -> Memory:
     """Bytes that this rank holds for the model's parameters now, and at the peak so far.
 
-    Counted from zshard's own buffers; what the optimizer and the activations take is not theirs.
+    Counted from zshard's own buffers; activations, and the states of other libraries' optimizers,
+    are not among them.
     """
     schedule = schedule_of(model)
     now = _held(schedule)
-    # Slots and reduce buffers are kept once allocated, and so are gradient shards.
+    # Slots and reduce buffers are kept once allocated, and so are gradient buffers.
     return Memory(now=now, peak=now)
 
 
 def _held(schedule: Schedule) -> Bytes:
     flats = [flat for unit in schedule.units for flat in unit.flats]
+    parameters = sum(_copy_of(flat).nbytes for flat in flats)
+    gradients = sum(flat.grads.nbytes for flat in flats)
+    master = sum(flat.master.nbytes for flat in flats)
+    optimizer = sum(each.state_bytes(schedule) for each in schedule.optimizers)
     return Bytes(
-        parameters=sum(_nbytes(flat, flat.dtypes.compute) for flat in flats if _casts(flat)),
-        gradients=sum(_nbytes(flat, flat.dtypes.reduce) for flat in flats if flat.grad is not None),
-        master=sum(_nbytes(flat, flat.dtypes.master) for flat in flats),
+        parameters=parameters,
+        gradients=gradients,
+        master=master,
+        optimizer=optimizer,
+        states=parameters + gradients + master + optimizer,
         full_buffers=schedule.pool.slot_bytes,
         reduce_buffers=schedule.pool.scratch_bytes,
-        padding=sum(flat.local_padding * flat.dtypes.master.itemsize for flat in flats),
+        padding=sum(_padding(flat) for flat in flats),
     )
 
 
-def _nbytes(flat: Flat, dtype: object) -> int:
-    return flat.layout.shard_size * dtype.itemsize  # type: ignore[attr-defined, no-any-return]
+def _copy_of(flat: Flat) -> torch.Tensor:
+    """What the compute dtype's values are kept in: the full buffer, or what is sent."""
+    return flat.master.send if flat.resident is None else flat.resident
 
 
-def _casts(flat: Flat) -> bool:
-    return flat.send is not flat.master
+def _padding(flat: Flat) -> int:
+    copy = _copy_of(flat)
+    owned = flat.padding if flat.resident is None else flat.layout.padding
+    per_element = flat.master.nbytes // max(flat.owned.numel, 1)
+    return owned * copy.element_size() + flat.padding * per_element

@@ -4,6 +4,8 @@
 A state says what is in memory. SHARDED: this rank's shard of master, optimizer states and send
 buffer, and nothing else. GATHERING: also a slot, which an all-gather is writing. GATHERED: also
 the whole parameters in the slot; while the unit computes, its modules hold views of them.
+Where the strategy keeps whole parameters, they take no slot: SHARDED then says that they are out
+of date but for this rank's shard, and an update is what leads there instead of a reshard.
 ``Unit._enter`` is the only function that changes a state, and refuses what the table does not list.
 """
 
@@ -20,15 +22,17 @@ from .comm import Comm, Handle, Tag
 from .errors import StateError
 from .flat import Flat
 from .pool import Pool, Slot
+from .strategy import Strategy
 from .structure import map_tensors, tensors_in
+from .unitmap import UnitSpec
 
 
 class State(enum.Enum):
     """What a unit has in memory; see [Note: the states of a unit]."""
 
     SHARDED = "the shard alone"
-    GATHERING = "the shard, and a slot that an all-gather is writing"
-    GATHERED = "the shard, and the whole parameters in a slot"
+    GATHERING = "the shard, and a full buffer that an all-gather is writing"
+    GATHERED = "the shard, and the whole parameters"
 
 
 _LEGAL = {
@@ -69,23 +73,25 @@ class Unit:
     """The parameters of ``module`` that no inner unit has.
 
     Args:
-        name: the module's fully qualified name; "" is the root.
+        spec: the unit's place in the unit map.
         index: position in the order of the unit map, the same on every rank.
         parent: the closest unit whose module contains this one's, None for the root.
+        strategy: what of the unit stays whole.
     """
 
     def __init__(
         self,
-        name: str,
+        spec: UnitSpec,
         index: int,
-        module: nn.Module,
         parent: Unit | None,
+        strategy: Strategy,
         flats: Sequence[Flat],
         places: Sequence[Place],
         comm: Comm,
         pool: Pool,
     ) -> None:
-        self.name, self.index, self.module, self.parent = name, index, module, parent
+        self.name, self.module = spec.name, spec.module
+        self.index, self.parent, self.strategy = index, parent, strategy
         self.flats, self.places = tuple(flats), tuple(places)
         for flat in self.flats:
             flat.unit_label = self.label
@@ -101,6 +107,12 @@ class Unit:
         self._installed = False  # whether the modules hold the whole parameters
         self._gathers: list[Handle] = []
         self._holds: list[int] = []  # Flat.updates of the values being, or last, gathered
+        # zero3 at N > 1: the full buffer is lent by the pool, for as long as the unit is gathered.
+        self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
+        for flat in self.flats:
+            flat.before_write = self._finish_gathers
+            if flat.resident is not None:
+                flat.attach(flat.resident, self._leaf_done(flat))
 
     @property
     def label(self) -> str:
@@ -111,6 +123,11 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of the unit's full buffer, all flats together."""
         return sum(_aligned(flat.full_bytes) for flat in self.flats)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that the unit takes of a slot while it is gathered."""
+        return self.full_bytes if self._needs_slot else 0
 
     def encloses(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""
@@ -150,9 +167,7 @@ class Unit:
         self._holds = [flat.updates for flat in self.flats]
         for flat in self.flats:
             flat.refresh_send()
-            if flat.base is None:  # N = 1: the send buffer is the whole unit
-                flat.attach(flat.send, self._leaf_done(flat))
-            if self._comm.size > 1 and flat.layout.numel > 0:
+            if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
                 assert flat.recv is not None
                 self._gathers.append(self._comm.all_gather(flat.recv, flat.sent, tag))
 
@@ -210,10 +225,6 @@ class Unit:
                 f"{state.name} ({state.value}). Call zshard.reset(model) to shard every unit again."
             )
         self.state = state
-
-    @property
-    def _needs_slot(self) -> bool:
-        return self._comm.size > 1 and self.full_bytes > 0
 
     def _finish_gathers(self) -> None:
         while self._gathers:

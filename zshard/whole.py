@@ -28,7 +28,7 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
-    return _whole(flat, index, _gather(flat, flat.master, schedule)).to(flat.dtypes.param)
+    return _whole(flat, index, _gather(flat, flat.master.read(), schedule)).to(flat.dtypes.param)
 
 
 def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -41,8 +41,8 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     flat, index = _find(schedule, name)
     if flat.params[index].grad is None:
         return None
-    flat.before_grad_access(index)
-    return _whole(flat, index, _gather(flat, flat.grad_buffer(), schedule))
+    flat.grads.before_access(index)
+    return _whole(flat, index, _gather(flat, flat.grads.owned(), schedule))
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     schedule.whole = True
     try:
         for unit, params in zip(schedule.units, lent, strict=True):
-            if unit.state is not State.SHARDED:
+            if unit.state is not State.SHARDED and not unit.strategy.resident:
                 unit.reshard()
             for place in unit.places:
                 place.install(params[place.flat][place.segment])
@@ -90,11 +90,16 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's slice of every parameter's master: name -> 1-D view, in the master dtype.
 
     The slices are in memory order and may be empty. Call ``mark_updated`` after writing any.
+
+    Raises:
+        StateError: if the master is split, and so has no such slices.
     """
+    flats = [flat for unit in schedule_of(model).units for flat in unit.flats]
+    if any(flat.dtypes.split for flat in flats):
+        raise StateError("zshard.local_shards: a split master is two planes; use full_params")
     return {
         name: param.local
-        for unit in schedule_of(model).units
-        for flat in unit.flats
+        for flat in flats
         for name, param in zip(flat.names, flat.params, strict=True)
     }
 
@@ -115,14 +120,14 @@ def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
     raise InputError(f"the wrapped model has no parameter {name!r}")
 
 
-def _gather(flat: Flat, shard: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-    """The full buffer (N * S,) of ``shard`` (S,), in fresh memory."""
+def _gather(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+    """The full buffer (N * S,) that ``owned`` (O,) is this rank's part of, in fresh memory."""
     comm: Comm = schedule.comm
-    full = torch.empty(flat.layout.numel, dtype=shard.dtype, device=shard.device)
-    if comm.size == 1 or full.numel() == 0:
-        return full.copy_(shard)
+    full = torch.empty(flat.layout.numel, dtype=owned.dtype, device=owned.device)
+    if comm.size == 1 or full.numel() == 0 or flat.strategy.replicated:
+        return full.copy_(owned)
     tag = Tag(schedule.step, "gather", flat.names[0])
-    comm.all_gather(full.view(torch.uint8), shard.view(torch.uint8), tag).wait()
+    comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
     return full
 
 
@@ -133,7 +138,7 @@ def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
 
 
 def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
-    full = _gather(flat, flat.master, schedule).to(flat.dtypes.param)
+    full = _gather(flat, flat.master.read(), schedule).to(flat.dtypes.param)
     return [
         nn.Parameter(segment.view_of(full), requires_grad=flat.requires_grad)
         for segment in flat.layout.segments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -12,23 +12,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import agree
-from .comm import Comm, group_of
+from .comm import Comm
 from .errors import InputError, WrapError
 from .flat import Flat, user_attributes
 from .pool import Pool
 from .precision import Precision
 from .schedule import Schedule
+from .strategy import Choice, Strategy, strategy_of
 from .unit import Place, Unit
 from .unitmap import Owned, Units, UnitSpec, check_parameters, unit_map
 
-_STRATEGIES = {"zero3": "zero3", "full_shard": "zero3"}
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
 
 
 def wrap(
     model: nn.Module,
     *,
-    strategy: str = "zero3",
+    strategy: Choice = "zero3",
     units: Units = None,
     precision: Precision | None = None,
     mesh: dist.ProcessGroup | DeviceMesh | None = None,
@@ -46,14 +46,18 @@ def wrap(
 
     Args:
         model: any module, the same on every rank; the root of what is trained.
-        strategy: "zero3" (alias "full_shard").
+        strategy: what of a unit is sharded. "zero3" (or "full_shard"): everything. "zero2"
+            ("shard_grad_op"): all but the parameters that are computed with. "zero1": all but those
+            and the gradient buffer. "ddp" ("no_shard"): nothing. Or a callable (name, module) ->
+            one of these, asked once for each unit; the root's name is "".
         units: what is gathered and freed together. None: the repeated blocks of every ModuleList
             and Sequential, and one unit for the rest. "model": one unit. "layer": every module that
             owns parameters. Or module classes, fully qualified names, or a callable
             (name, module) -> bool.
         precision: see ``Precision``; None keeps every parameter's own dtype.
         mesh: the ranks to shard over: None (the default process group, or one rank if there is
-            none), a ProcessGroup, or a 1-D DeviceMesh.
+            none), a ProcessGroup, or a 1-D DeviceMesh. A 2-D DeviceMesh is (replicate, shard),
+            HSDP: sharded inside, the shards' gradients summed across.
         comm: "group", the process group's collectives; "auto" picks the same.
         prefetch: how many units are gathered ahead of the one that computes.
         init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
@@ -70,23 +74,26 @@ def wrap(
             the meta device, or not of a floating-point dtype.
         MismatchError: on every rank, if the ranks' models differ.
     """
-    _check_arguments(model, strategy, comm, prefetch, init)
+    _check_arguments(model, comm, prefetch, init)
     precision = precision or Precision()
     if device is not None:
         model.to(device)
     specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
+    strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
     where = check_parameters(specs)
-    transport = Comm(group_of(mesh), where)
-    if transport.size > 1 and init == "broadcast":
+    _check_split(specs, precision)
+    transport = Comm(mesh, where)
+    if transport.world > 1 and init == "broadcast":
         agree.broadcast(specs, transport)
-    if transport.size > 1 and init != "trust":
-        agree.check(specs, transport, f"precision={precision}, prefetch={prefetch}")
+    if transport.world > 1 and init != "trust":
+        agree.check(specs, transport, f"precision={precision}, prefetch={prefetch}", strategies)
     pool = Pool(1 + prefetch, where)
     built: list[Unit] = []
-    for index, spec in enumerate(specs):
+    for index, (spec, chosen) in enumerate(zip(specs, strategies, strict=True)):
         parent = None if spec.parent is None else built[spec.parent]
-        built.append(_shard(spec, index, parent, precision, transport, pool))
-    pool.reserve([unit.full_bytes for unit in built])
+        flats, places = _shard(spec, chosen, precision, transport)
+        built.append(Unit(spec, index, parent, chosen, flats, places, transport, pool))
+    pool.reserve([unit.slot_bytes for unit in built])
     schedule = Schedule(model, built, transport, pool, precision, prefetch, where)
     setattr(model, _SCHEDULE, schedule)
     return model
@@ -106,15 +113,11 @@ def schedule_of(model: nn.Module) -> Schedule:
     return schedule
 
 
-def _check_arguments(
-    model: object, strategy: object, comm: object, prefetch: object, init: object
-) -> None:
+def _check_arguments(model: object, comm: object, prefetch: object, init: object) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
     if hasattr(model, _SCHEDULE):
         raise WrapError("this model is wrapped already; wrap a model once")
-    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
-        raise InputError(f"strategy={strategy!r}: expected one of {', '.join(_STRATEGIES)}")
     if comm not in ("auto", "group"):
         raise InputError(f"comm={comm!r}: expected 'auto' or 'group'")
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
@@ -148,26 +151,31 @@ def _groups(spec: UnitSpec) -> list[list[Owned]]:
     return list(groups.values())
 
 
+def _check_split(specs: Sequence[UnitSpec], precision: Precision) -> None:
+    dtypes = {owned.param.dtype for spec in specs for owned in spec.params}
+    wanted = precision.master == "split" and bool(dtypes)
+    if wanted and not any(precision.resolve(dtype).split for dtype in dtypes):
+        raise InputError(
+            f"Precision(master='split') needs bf16 compute, and the parameters are {dtypes}: pass "
+            "compute=torch.bfloat16"
+        )
+
+
 def _shard(
-    spec: UnitSpec,
-    index: int,
-    parent: Unit | None,
-    precision: Precision,
-    comm: Comm,
-    pool: Pool,
-) -> Unit:
-    """Build one unit and put its sharded parameters in place of the whole ones."""
+    spec: UnitSpec, strategy: Strategy, precision: Precision, comm: Comm
+) -> tuple[list[Flat], list[Place]]:
+    """Make a unit's flat buffers, and put the sharded parameters in place of the whole ones."""
     flats: list[Flat] = []
     places: list[Place] = []
     for number, group in enumerate(_groups(spec)):
         params = [owned.param for owned in group]
         names = [owned.names for owned in group]
-        flat = Flat(names, params, precision.resolve(params[0].dtype), comm.rank, comm.size)
+        flat = Flat(names, params, precision.resolve(params[0].dtype), strategy, comm)
         for segment, owned in enumerate(group):
             _swap(owned, flat, segment)
             places += [Place(m, attribute, number, segment) for m, attribute in owned.places]
         flats.append(flat)
-    return Unit(spec.name, index, spec.module, parent, flats, places, comm, pool)
+    return flats, places
 
 
 def _swap(owned: Owned, flat: Flat, segment: int) -> None:

@@ -1,0 +1,205 @@
+"""The gradients of one flat buffer: reduced ones, and those that no_sync holds back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import ops
+from .errors import InputError, StateError
+from .layout import Range
+from .param import Sharded, ShardedGrad
+
+if TYPE_CHECKING:
+    from .flat import Flat
+
+
+class Gradients:
+    """What a rank holds of the gradients of ``flat``.
+
+    Attributes:
+        present: of each parameter, whether any rank has a gradient that was reduced.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self.present = [False] * len(flat.names)
+        # (N * S,) or (S,) reduce dtype, as the strategy says; made at the first backward.
+        self._memory: torch.Tensor | None = None
+        # Sums of backwards inside no_sync that were not reduced yet: (shape) in the reduce dtype.
+        self._held: list[torch.Tensor | None] = [None] * len(flat.names)
+        self._handles: list[ShardedGrad | None] = [None] * len(flat.names)
+        # The reducer's: called before the user asks for a gradient, looks inside, or changes it.
+        self.on_query: Callable[[], None] = lambda: None
+        self.on_access: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _range(self) -> Range:
+        """The part of the flat buffer that there is memory for."""
+        layout = self._flat.layout
+        return layout.whole if self._flat.strategy.whole_grads else self._flat.shard
+
+    def _allocated(self) -> torch.Tensor:
+        if self._memory is None:
+            with torch.inference_mode(False):
+                self._memory = torch.zeros(
+                    self._range().numel, dtype=self._flat.dtypes.reduce, device=self._flat.device
+                )
+        return self._memory
+
+    def _part(self, part: Range) -> torch.Tensor:
+        first = self._range().begin
+        return self._allocated()[part.begin - first : part.end - first]
+
+    def owned(self) -> torch.Tensor:
+        """(O,) reduce dtype: the reduced gradients of what this rank updates."""
+        return self._part(self._flat.owned)
+
+    def shard(self) -> torch.Tensor:
+        """(S,) reduce dtype: the part that this rank's reduction writes."""
+        return self._part(self._flat.shard)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated, those held back included."""
+        held = [h for h in self._held if h is not None and not self._is_inside(h)]
+        return sum(t.nbytes for t in (self._memory, *held) if t is not None)
+
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        memory = self._memory
+        return memory is not None and (
+            tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        )
+
+    # --- as the user sees them -------------------------------------------------------------------
+
+    def get(self, index: int) -> ShardedGrad | None:
+        """The gradient of parameter ``index``, or None; not None either where no_sync holds one."""
+        self.on_query()
+        if not self.present[index] and not self.is_held_back(index):
+            return None
+        handle = self._handles[index]
+        if handle is None:
+            begin, end, _ = self._flat.local(index)
+            handle = ShardedGrad(self.owned()[begin:end], self._flat, index)
+            self._handles[index] = handle
+        return handle
+
+    def set(self, index: int, value: torch.Tensor | None) -> None:
+        """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
+        flat = self._flat
+        if value is not None:
+            self.on_access()
+        self.on_change()
+        self._held[index] = None  # what no_sync has held back goes with it
+        if value is None:
+            self.present[index] = False
+            return
+        if isinstance(value, Sharded) and (value.flat is not flat or value.segment != index):
+            raise InputError(f"{flat.names[index]}: this is the gradient of {value.fqn}")
+        if value is not self._handles[index]:
+            begin, end, _ = flat.local(index)
+            Sharded(self.owned()[begin:end], flat, index).copy_(value)
+        self.present[index] = True
+
+    def before_access(self, index: int) -> None:
+        """Make the gradient shard hold what the user is to see.
+
+        Raises:
+            StateError: if part of the gradient is held back by no_sync.
+        """
+        if self.is_held_back(index):
+            raise StateError(
+                f"{self._flat.names[index]}: its gradient is held back by zshard.no_sync and not "
+                "reduced yet. Run the last backward of the step outside no_sync, or drop it with "
+                "zero_grad(set_to_none=True)."
+            )
+        self.on_access()
+
+    def written(self, local: torch.Tensor) -> bool:
+        """Note that ``local`` was written in place, if it is part of these gradients."""
+        if not self._is_inside(local):
+            return False
+        self.on_change()
+        return True
+
+    # --- held back by no_sync --------------------------------------------------------------------
+
+    def is_held_back(self, index: int) -> bool:
+        """Whether a backward inside no_sync has left a gradient that is not reduced yet."""
+        return self._held[index] is not None
+
+    def drop_held_back(self, index: int) -> None:
+        """Forget what no_sync holds of gradient ``index``, whose shard is about to be zeroed."""
+        if self.is_held_back(index):
+            self._held[index] = None
+            self.present[index] = True
+
+    def hold_back(self) -> None:
+        """Move the leaves' gradients of a backward inside no_sync to where they add up."""
+        flat = self._flat
+        # A buffer of the whole unit has room for the sums, unless reduced gradients are in it.
+        inside = flat.strategy.whole_grads and not any(self.present)
+        for index, leaf in enumerate(flat.leaves):
+            if leaf.grad is None:
+                continue
+            held, grad = self._held[index], leaf.grad
+            # In the reduce dtype: a 16-bit sum of many micro-batches would stand still.
+            if held is not None:
+                held.add_(grad)
+            elif inside:
+                view = flat.layout.segments[index].view_of(self._allocated())
+                self._held[index] = view.copy_(grad)
+            else:
+                self._held[index] = grad.to(flat.dtypes.reduce)
+            leaf.grad = None
+
+    # --- reduction -------------------------------------------------------------------------------
+
+    def ready(self) -> list[bool]:
+        """Of each parameter: whether this rank has a gradient for it to be reduced."""
+        leaves = self._flat.leaves
+        left = [leaf.grad is not None for leaf in leaves] or [False] * len(self._held)
+        return [new or held is not None for new, held in zip(left, self._held, strict=True)]
+
+    def pack(self, packed: torch.Tensor, scale: float) -> None:
+        """Write this rank's gradients, times ``scale``, into ``packed`` (N * S,) and free them.
+
+        Raises:
+            InputError: for a sparse gradient.
+        """
+        flat = self._flat
+        grads: list[torch.Tensor | None]
+        if any(held is not None for held in self._held):
+            self.hold_back()
+            grads, self._held = self._held, [None] * len(flat.names)
+        else:
+            grads = [leaf.grad for leaf in flat.leaves]
+        segments = flat.layout.segments[: len(grads)]
+        for name, grad in zip(flat.names, grads, strict=False):
+            if grad is not None and grad.layout is not torch.strided:
+                raise InputError(
+                    f"{name} has a {grad.layout} gradient; zshard reduces dense ones. Pass "
+                    "sparse=False to the embedding, or put it into ignored=[...]."
+                )
+        sources = [
+            None if grad is None else segment.physical(grad)
+            for grad, segment in zip(grads, segments, strict=True)
+        ]
+        ops.pack_(packed, sources, [segment.offset for segment in segments], scale)
+        for leaf in flat.leaves:
+            leaf.grad = None
+
+    def prepare_sum(self) -> bool:
+        """Make the gradient shard ready to be added to; False where it is to be overwritten."""
+        if not any(self.present):
+            return False
+        for index, present in enumerate(self.present):
+            if not present:  # dropped since: its stale values must not enter the sum
+                begin, end, _ = self._flat.local(index)
+                self.owned()[begin:end].zero_()
+        return True
