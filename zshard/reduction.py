@@ -54,6 +54,7 @@ class Reducer:
         self._summary_handle: Handle | None = None
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
+        self._scaled: torch.Tensor | None = None  # (1,) fp32, all factors since the reduction
         sizes = [Route.bytes_of(flat, comm) for flat in self.flats]
         packed, chunks = (max(column, default=0) for column in zip((0, 0), *sizes, strict=True))
         pool.reserve_scratch(packed=packed, chunks=chunks)
@@ -69,7 +70,7 @@ class Reducer:
         self.settle()
         if any(any(flat.grads.present) for flat in self.flats):
             self.apply_scale()
-        self.grad_scale = None
+        self.grad_scale = self._scaled = None
         self._next = 0
         self._ready.clear()
         self._reduced.clear()
@@ -185,9 +186,9 @@ class Reducer:
     def sum_of_squares(self) -> torch.Tensor | None:
         """0-d float64, of all gradients on all ranks; None if they were changed since."""
         self.settle()
-        if self._sum_of_squares is None or self.grad_scale is None:
+        if self._sum_of_squares is None or self._scaled is None:
             return self._sum_of_squares
-        return self._sum_of_squares * self.grad_scale[0].double() ** 2
+        return self._sum_of_squares * self._scaled[0].double() ** 2
 
     def apply_scale(self) -> None:
         """Multiply the gradients by the clip factor that zshard's optimizers apply on the fly."""
@@ -196,15 +197,15 @@ class Reducer:
             for flat in self.flats:
                 if any(flat.grads.present):
                     flat.grads.owned().mul_(self.grad_scale)
-            # Kept up to date, not forgotten: one rank may look while the others do not, and all
-            # have to agree on whether clipping communicates.
-            self._sum_of_squares = self.sum_of_squares
             self.grad_scale = None
 
     def scale_by(self, factor: torch.Tensor) -> None:
         """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them."""
         factor = factor.view(1)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
+        # The norm follows the factors, not what was applied: one rank may look at its gradients
+        # while the others do not, and all have to find the same norm.
+        self._scaled = factor if self._scaled is None else self._scaled * factor
 
     def forget_norm(self) -> None:
         """Note that gradients may have changed since the reduction."""
