@@ -138,6 +138,7 @@ def play(rank: int, world_size: int, seed: int) -> tuple[str, list, list]:
     rng = random.Random(seed)
     name = rng.choice(kModels)
     options = {"units": rng.choice([None, "model", "layer"]), "prefetch": rng.choice([0, 1, 2, 5])}
+    options["strategy"] = rng.choice(["zero1", "zero2", "ddp", "zero3", "zero3"])
     actions = ["step", *(rng.choice(kNames) for _ in range(kActions)), "step", "read"]
     logs = []
     for is_wrapped in (False, True):

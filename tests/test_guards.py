@@ -87,30 +87,6 @@ def test_a_step_after_an_exception_equals_that_of_an_undisturbed_run(where: str)
     assert run_ranks(steps_around_an_exception, 2, where) == expected
 
 
-class Routed(Blocks):
-    """Blocks of which each rank runs a subset of its own, as experts are run."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(order=(0, 1 + rank))
-
-
-def different_subsets(rank: int, world_size: int) -> str:
-    torch.manual_seed(0)
-    model = zshard.wrap(Routed(rank))
-    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
-    one_step(model, rank, 0)
-    before = {name: shard.clone() for name, shard in zshard.local_shards(model).items()}
-    with pytest.raises(zshard.MismatchError) as caught:
-        optimizer.step()
-    assert all(torch.equal(before[name], s) for name, s in zshard.local_shards(model).items())
-    return str(caught.value)
-
-
-def test_ranks_that_gathered_different_units_are_told_before_the_step() -> None:
-    for message in run_ranks(different_subsets, 2):
-        assert "rank 0 'blocks.1', rank 1 'blocks.2'" in message
-
-
 def test_between_forward_and_backward_the_modules_hold_sharded_parameters() -> None:
     model = build()
     params = list(model.parameters())

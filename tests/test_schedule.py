@@ -24,8 +24,8 @@ wait blocks.1, forward blocks.1, gather blocks.2, reshard blocks.1,
 wait blocks.2, forward blocks.2
 """
 kBackward = """
-backward root,
-backward blocks.2, gather blocks.1, reshard blocks.2, pack blocks.2, reduce blocks.2,
+backward root, gather blocks.1,
+backward blocks.2, reshard blocks.2, pack blocks.2, reduce blocks.2,
 wait blocks.1, backward blocks.1, gather blocks.0, reshard blocks.1, pack blocks.1, reduce blocks.1,
 wait blocks.0, backward blocks.0, reshard blocks.0, pack blocks.0, reduce blocks.0,
 reshard root, pack root, reduce root, step root
@@ -110,7 +110,8 @@ def count(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int], l
 def test_a_step_sends_the_textbook_volume(world_size: int) -> None:
     for calls, sent, (root, *blocks) in run_ranks(count, world_size):
         # The root, and the last block, stay gathered between forward and backward.
-        assert calls == {"all_gather": 1 + 2 * 3 - 1, "reduce_scatter": 4, "all_reduce": 1}
+        gathers = 1 + 2 * 3 - 1
+        assert calls == {"all_gather": gathers, "reduce_scatter": 4, "all_reduce": 1, "agree": 2}
         others = world_size - 1
         assert sent["all_gather"] == 4 * others * (root + 2 * sum(blocks) - blocks[-1])
         assert sent["reduce_scatter"] == 4 * others * (root + sum(blocks))

@@ -46,7 +46,7 @@ def clip_grad_norm_(
     schedule, params = _resolve(model_or_params)
     if not norm_type > 0:
         raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
-    schedule.require_gradients()
+    schedule.backward.require_gradients()
     reducer = schedule.reducer
     known = reducer.sum_of_squares if params is None and norm_type == 2.0 else None
     if known is not None:
@@ -103,7 +103,8 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
         stacked = torch.stack(powers).double()
         total[0] = stacked.max() if math.isinf(p) else stacked.sum()
     if schedule.comm.size > 1:
-        tag = Tag(schedule.step, "reduce", "norm")
+        schedule.begin_call(f"the {p}-norm of gradients")
+        tag = Tag(schedule.crew.step, "reduce", "norm")
         over = schedule.comm.shards
         schedule.comm.all_reduce(total, tag, over, maximum=math.isinf(p)).wait()
     return (total if math.isinf(p) else total.pow(1.0 / p))[0].float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -77,8 +77,7 @@ class Handle:
 class _NamedErrors(NamedTuple):
     """Turns the backend's error into one that names the collective and the rank that saw it."""
 
-    rank: int
-    size: int
+    comm: Comm
     op: str
     tag: Tag
 
@@ -89,10 +88,11 @@ class _NamedErrors(NamedTuple):
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            self.comm.broken = True
             raise CommError(
-                f"rank {self.rank} of {self.size}: {self.op} in {self.tag} failed: {error}. Another"
-                " rank has stopped, or runs a different model or order of units; look at the first "
-                "error among the ranks' logs."
+                f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
+                f"{error}. Another rank has stopped, or runs a different model or order of units; "
+                "look at the first error among the ranks' logs."
             ) from error
 
 
@@ -104,6 +104,7 @@ class Ranks:
         size: number of ranks.
         rank: this rank's place among them.
         nccl: whether NCCL carries the collectives of ``device``.
+        control: a group whose collectives run on the host.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -112,6 +113,11 @@ class Ranks:
         self.rank = dist.get_rank(group) if group is not None else 0
         # Of the group's backends, the one that handles this device.
         self.nccl = group is not None and group._get_backend(device).name() == "nccl"
+        # What ranks tell each other is for the host, which must not wait for the device.
+        self.control = group
+        if self.nccl and self.size > 1:
+            ranks = dist.get_process_group_ranks(group)
+            self.control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def chunks(self, dtype: torch.dtype) -> int:
         """Rows that ``Comm.exchange`` delivers: one of sums, or one of every rank's.
@@ -134,6 +140,7 @@ class Comm:
         replicas, shards = groups_of(mesh)
         self.shards = Ranks(shards, device)  # the sharding group
         self.replicas = Ranks(replicas, device)  # the ranks that hold the same shard (HSDP)
+        self.broken = False  # a collective has failed; those to come cannot be expected to work
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
         # gather: all-gathers run ahead of the unit that computes, so they need their own order.
@@ -163,7 +170,7 @@ class Comm:
 
     def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""
-        return _NamedErrors(self.place, self.world, op, tag)
+        return _NamedErrors(self, op, tag)
 
     def all_gather(
         self,
@@ -229,6 +236,19 @@ class Comm:
             with self.named_errors("broadcast", tag):
                 self._count("broadcast", _bytes(value) if over.rank == 0 else 0, tag)
                 dist.broadcast(value, group=over.group, group_src=0)
+
+    def all_gather_words(self, words: Sequence[int], tag: Tag) -> list[list[int]]:
+        """Every rank's ``words`` (equally many), in the order of ``place``; the host waits."""
+        if self.world == 1:
+            return [list(words)]
+        mine = torch.tensor(words, dtype=torch.int64)
+        for over in self._axes():
+            everyone = torch.empty(over.size * mine.numel(), dtype=torch.int64)
+            with self.named_errors("agree", tag):
+                self._count("agree", mine.nbytes * (over.size - 1), tag)
+                _all_gather(everyone, mine, over.control)
+            mine = everyone
+        return mine.view(-1, len(words)).tolist()
 
     def all_gather_object(self, value: object, tag: Tag) -> list[object]:
         """Every rank's ``value``, in the order of ``place``. For set-up, not for steps."""

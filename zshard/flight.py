@@ -8,12 +8,14 @@ pieces over the replicas, and with replicated masters (ddp) the shards over the 
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
 
 from . import ops
 from .comm import Comm, Handle, Ranks, Tag
+from .errors import CommError
 from .flat import Flat
 from .pool import Pool
 from .streams import Mark, compute_waits
@@ -94,11 +96,11 @@ class Flight:
 
     def abandon(self) -> None:
         """End without a result; the exchange still ends before its buffers are used again."""
-        if self._mark is not None:
-            compute_waits(self._mark)
-        if self._handle is not None:
-            self._handle.wait()
-        self.wait()
+        compute_waits(self._mark)
+        with contextlib.suppress(CommError):
+            if self._handle is not None:
+                self._handle.wait()
+            self.wait()
 
     def _start(self, stage: int) -> None:
         if stage < len(self._route.stages):

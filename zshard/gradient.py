@@ -194,6 +194,11 @@ class Gradients:
         for leaf in flat.leaves:
             leaf.grad = None
 
+    def drop(self) -> None:
+        """Forget every gradient, as zero_grad does."""
+        self.present = [False] * len(self.present)
+        self._held = [None] * len(self._held)
+
     def prepare_sum(self) -> bool:
         """Make the gradient shard ready to be added to; False where it is to be overwritten."""
         if not any(self.present):

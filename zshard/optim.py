@@ -66,7 +66,7 @@ class _FusedAdam(Optimizer):
         self._build()
         for kind, batch in self._batches.items():
             if kind.schedule is not None:
-                kind.schedule.require_gradients()
+                kind.schedule.backward.require_gradients()
             self._update(kind, batch)
         for schedule in dict.fromkeys(kind.schedule for kind in self._batches):
             if schedule is not None:
@@ -78,7 +78,7 @@ class _FusedAdam(Optimizer):
         if not any(active):
             return
         if kind.schedule is not None:
-            kind.schedule.note("step", kind.schedule.root)
+            kind.schedule.crew.note("step", kind.schedule.root)
         batch.refresh([self._hyper(group) for group in self.param_groups], active)
         batch.before_write()
         ops.adamw_(

@@ -45,6 +45,7 @@ class Pool:
         self._next = 0
         self.allocations = 0
         self.peak_live = 0
+        self._discard: torch.Tensor | None = None
         self._scratch: dict[str, torch.Tensor] = {}
         self._scratch_bytes: dict[str, int] = {}
 
@@ -68,9 +69,10 @@ class Pool:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots, the root's too."""
+        """Bytes of all slots, the root's too, and of what takes the place of one to discard."""
         slots = [*self.slots, *([self.root_slot] if self.root_slot else [])]
-        return sum(slot.memory.numel() for slot in slots)
+        discard = 0 if self._discard is None else self._discard.numel()
+        return discard + sum(slot.memory.numel() for slot in slots)
 
     @property
     def scratch_bytes(self) -> int:
@@ -96,6 +98,14 @@ class Pool:
         """Give ``slot`` to ``unit``."""
         slot.owner = unit
         self.peak_live = max(self.peak_live, self.live)
+
+    def discard(self, nbytes: int) -> torch.Tensor:
+        """Memory for a gather that only other ranks need, (nbytes,) uint8; made if there is one."""
+        if self._discard is None or self._discard.numel() < nbytes:
+            self.allocations += 1
+            size = max(nbytes, self._slot_bytes)
+            self._discard = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._discard[:nbytes]
 
     def reserve_scratch(self, *, packed: int, chunks: int) -> None:
         """Size the two reduce buffers, in bytes; nothing is allocated yet."""

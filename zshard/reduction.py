@@ -1,28 +1,22 @@
-"""Gradients: packed and reduced unit by unit, in one order on every rank.
+"""Gradients: packed and reduced unit by unit, in the order that the ranks have agreed on.
 
 Order of events for each trainable flat buffer: pack (one pass over the gradients, which are freed),
 exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum
 of squares and a non-finite flag (flight.py). One exchange is in flight at a time, under the next
 unit's backward. After the last one a single small all-reduce tells every rank the global sum of
-squares, whether anything is not finite, and which parameters have a gradient on any rank.
-
-[Note: the desync guard]
-Ranks that gather different units at the same time get wrong numbers without any error from the
-backend. So the all-reduce also carries a 16-bit mark of the order of gathers, and its square: if
-the sum of squares, times the number of ranks, is not the square of the sum, the marks differ, and
-every rank knows.
+squares, whether anything is not finite, which parameters have a gradient on any rank, and which
+ranks' backward has raised an exception.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import chain
 
 import torch
 
 from .comm import Comm, Handle, Tag
-from .errors import MismatchError
+from .errors import StateError
 from .flat import Flat
 from .flight import Flight, Route
 from .pool import Pool
@@ -35,21 +29,17 @@ class Reducer:
     """Reduces the gradients of ``units`` (the unit map, outermost first) into their shards."""
 
     def __init__(self, units: Sequence[Unit], comm: Comm, pool: Pool, device: torch.device) -> None:
-        # Backward meets units in about the reverse of the unit map's order. The order is fixed, so
-        # ranks that use different subsets of the units still issue the same collectives.
-        self._order = [unit for unit in reversed(units) if unit.trainable]
-        self.flats = [f for unit in self._order for f in unit.flats if f.requires_grad]
+        self.flats = [flat for unit in units for flat in unit.flats if flat.requires_grad]
         self._comm, self._pool, self._device = comm, pool, device
-        self._next = 0
-        self._ready: set[Unit] = set()
-        self._reduced: set[Unit] = set()
+        self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
         self._in_flight: Flight | None = None
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
         self._stats = torch.zeros(len(self.flats), 2, dtype=torch.float64, device=device)
-        self._present: list[bool] = []
-        self._gathered: list[str] = []
-        # (4 + parameters,) float64, being all-reduced: squares' sum, non-finite, guard, presence.
+        self._present: dict[Flat, list[bool]] = {}
+        self._failed = False  # whether the backward has raised on this rank
+        # (5 + parameters,) float64, being all-reduced: sum of squares, non-finite flag, failures,
+        # their places, strays, presence.
         self._summary: torch.Tensor | None = None
         self._summary_handle: Handle | None = None
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
@@ -71,39 +61,27 @@ class Reducer:
         if any(any(flat.grads.present) for flat in self.flats):
             self.apply_scale()
         self.grad_scale = self._scaled = None
-        self._next = 0
-        self._ready.clear()
-        self._reduced.clear()
         self._present.clear()
 
-    def unit_done(self, unit: Unit, tag: Tag, note: Note) -> None:
-        """Reduce ``unit`` and those after it in the order that were only waiting for it."""
-        self._ready.add(unit)
-        while self._next < len(self._order) and self._order[self._next] in self._ready:
-            following = self._order[self._next]
-            self._reduce(following, tag._replace(unit=following.label), note)
-            self._next += 1
-
-    def has_reduced(self, unit: Unit) -> bool:
-        """Whether ``unit``'s gradients of this backward have been packed already."""
-        return unit in self._reduced
-
-    def finish(self, tag: Tag, note: Note, gathered: Sequence[str]) -> None:
-        """End a backward: reduce what is left, and start telling the ranks what came out.
+    def finish(self, tag: Tag, *, failed: bool, strayed: bool) -> None:
+        """End a backward: complete the reductions, and start telling the ranks what came out.
 
         Args:
-            gathered: labels of the units gathered since the last reduction, in order.
+            failed: whether it raised on this rank, which has taken part without its gradients.
+            strayed: whether that was because it took another way than before.
         """
-        for unit in self._order[self._next :]:
-            self.unit_done(unit, tag, note)
         self._land()
         while self._flights:
             self._flights.pop(0).wait()
-        # See [Note: the desync guard].
-        self._gathered = list(gathered)
-        mark = zlib.crc32("\n".join(gathered).encode()) & 0xFFFF
-        told = torch.tensor([mark, mark * mark, *self._present], dtype=torch.float64)
-        self._summary = torch.cat((self._stats.sum(0), told.to(self._device)))
+        self._failed = failed
+        told = [
+            failed,
+            failed * self._comm.place,
+            strayed,
+            *chain(*(self._present[f] for f in self.flats)),
+        ]
+        summary = torch.tensor(told, dtype=torch.float64)
+        self._summary = torch.cat((self._stats.sum(0), summary.to(self._device)))
         if self.flats:
             tag = tag._replace(phase="reduce", unit="norm")
             for over in (self._comm.shards, self._comm.replicas):
@@ -113,41 +91,43 @@ class Reducer:
                     self._summary_handle = self._comm.all_reduce(self._summary, tag, over)
 
     def settle(self) -> None:
-        """Take in what the last backward's all-reduce said, if that has not been done."""
+        """Take in what the last backward's all-reduce said, if that has not been done.
+
+        Raises:
+            StateError: if the backward has raised an exception on another rank.
+        """
         if self._summary is None:
             return
         if self._summary_handle is not None:
             self._summary_handle.wait()
         summary, self._summary, self._summary_handle = self._summary, None, None
         self._sum_of_squares = summary[0]
-        marks, squares, *present = summary[2:].tolist()
-        if squares * self._comm.world != marks * marks:
-            self._raise_desync()
+        failures, place, strays, *present = summary[2:].tolist()
         flags = iter(present)
         for flat in self.flats:
             flat.grads.present = [next(flags) > 0 or had for had in flat.grads.present]
+        if strays > 0:
+            self.on_strayed()
+        if failures > 0:
+            self._drop(int(failures), int(place))
 
-    def _raise_desync(self) -> None:
-        """Say which units the ranks gathered instead of each other's; every rank comes here."""
-        everyone = self._comm.all_gather_object(self._gathered, Tag(0, "reduce", "norm"))
-        rows = list(zip_longest(*everyone, fillvalue="nothing"))  # type: ignore[call-overload]
-        first = next(row for row in rows if len(set(row)) > 1)
-        seen = ", ".join(f"rank {rank} {label!r}" for rank, label in enumerate(first))
+    def _drop(self, failures: int, place: int) -> None:
         for flat in self.flats:
-            flat.grads.present = [False] * len(flat.names)
-        raise MismatchError(
-            f"the ranks gathered different units at the same time: {seen}. The last forward and "
-            "backward are wrong on every rank, and their gradients are dropped. Every rank has to "
-            "run the same units in the same order."
-        )
+            flat.grads.drop()
+        if not self._failed:
+            who = f"rank {place}" if failures == 1 else f"{failures} ranks"
+            raise StateError(
+                f"the last backward raised an exception on {who}, or took another way there than "
+                "before, and the gradients of this step are dropped on every rank. Repeat the step."
+            )
 
-    def _reduce(self, unit: Unit, tag: Tag, note: Note) -> None:
-        self._reduced.add(unit)
+    def reduce(self, unit: Unit, tag: Tag, note: Note) -> None:
+        """Pack what gradients there are of ``unit``, and start reducing them."""
         for flat in unit.flats:
             if flat.requires_grad:
                 self._land()  # its buffers are used again
                 note("pack", unit)
-                self._present += flat.grads.ready()
+                self._present[flat] = flat.grads.ready()
                 route = self._route_of(flat)
                 # fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit
                 # gradients after it, in fp32, so that the division rounds nothing away.
@@ -178,7 +158,6 @@ class Reducer:
             flight.abandon()
         self._flights.clear()
         self._in_flight = None
-        self._next = len(self._order)
 
     # --- what is known of the gradients ----------------------------------------------------------
 

@@ -5,8 +5,8 @@ Forward, for each unit as its module is called: wait for its gather, start the n
 reshard. The root, which encloses all others, stays gathered until the end of backward, and so does
 the last unit of forward, which backward needs first. Backward, as the gradient reaches a unit's
 output: reshard the unit before, wait, start the gather of the next one in reverse order, compute;
-as its last gradient is there: reshard, pack, reduce. At the end: reduce what is left, in the fixed
-order. The next unit is known from the order in which the last forward ran.
+as its last gradient is there: reshard, pack, reduce. At the end: reduce what is left. What comes
+next is known from the last time, see [Note: one agreed order].
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
 
-from .comm import Comm, Tag
+from .agreement import Agreement, Ask
+from .backward import Backward
+from .comm import Comm
+from .crew import Crew
 from .errors import StateError
 from .param import Sharded
-from .phase import EndOfBackward, Phase, inside_backward
+from .phase import Phase, inside_backward
 from .pool import Pool
 from .precision import Precision
 from .reduction import Reducer
 from .structure import cast_floating
-from .trace import Trace
 from .unit import State, Unit
 
 
@@ -58,24 +59,17 @@ class Schedule:
         device: torch.device,
     ) -> None:
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
-        self.precision, self.prefetch = precision, prefetch
-        self.root = units[0]
+        self.precision, self.root = precision, units[0]
         self.reducer = Reducer(units, comm, pool, device)
-        self.phase = Phase.IDLE
-        self.step = 0
-        self.sync = True  # False inside no_sync: gradients stay on the leaves
+        self.crew = Crew(units, comm, self.reducer)
+        self.agreement = Agreement(units, comm, prefetch, self.crew, self.reset)
         self.whole = False  # True inside full_params: the modules hold whole parameters
-        self.trace: Trace | None = None
         self.optimizers: weakref.WeakSet[HoldsStates] = weakref.WeakSet()  # zshard's own
         self._order: list[Unit] = []  # units as the last forward called them
-        self._recorded: list[Unit] = []
+        self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
         self._handled: BaseException | None = None  # around the forward under way
-        self._end: weakref.ref[EndOfBackward] | None = None
-        self._gathered: list[str] = []  # labels, since the last reduction: must agree on all ranks
-        self._cursor = 0  # in _order: forward, the next entry; backward, the last one met
-        self._current: Unit | None = None  # whose backward was announced last
+        self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
         for unit in units:
-            unit.on_leaf_grad = self._leaf_grad
             for flat in unit.flats:
                 flat.schedule = self
             self._hook(unit)
@@ -98,6 +92,11 @@ class Schedule:
     def _after_hook(self, unit: Unit) -> Callable[..., object]:
         return lambda module, args, output: self._after(unit, output)
 
+    @property
+    def phase(self) -> Phase:
+        """Where in a step the model is."""
+        return self.crew.phase
+
     # --- forward ---------------------------------------------------------------------------------
 
     def _root_before(
@@ -108,13 +107,14 @@ class Schedule:
         if not inside_backward():
             if self.phase is not Phase.IDLE:  # the last forward or backward raised
                 self.reset()
-            self.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
-            self._recorded, self._cursor = [], 0
             self._forget_last_forward()
+            self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward")
+            self.crew.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
+            self._order, self._kept = [], None
         self.root.remember_inputs((args, kwargs))
-        self._obtain(self.root)
-        self.note("forward", self.root)
-        self._prefetch_forward()
+        self.obtain(self.root)
+        self.crew.note("forward", self.root)
+        self.agreement.look_ahead()
         if self.precision.cast_inputs and self.precision.compute is not None:
             cast = cast_floating((args, kwargs), self.precision.compute)
             return cast  # type: ignore[return-value]
@@ -133,11 +133,12 @@ class Schedule:
             return output
         self.root.check_unwritten()
         if self.phase is Phase.FORWARD:
-            self.phase = Phase.IDLE
-            self._order = self._recorded
+            self.agreement.finish()
+            self.backward.note_forward(self.agreement.needed, self._gathered())
+            self.crew.phase = Phase.IDLE
         if not self._watch(self.root, output):
             for unit in self.units:
-                self._release(unit)
+                self.crew.release(unit)
         # Between forward and backward, user code must meet the sharded parameters everywhere.
         self.root.uninstall()
         return output
@@ -146,13 +147,18 @@ class Schedule:
         if self._bypassed():
             return
         unit.remember_inputs(inputs)
-        self._obtain(unit)
-        self.note("forward", unit)
         if self.phase is Phase.FORWARD:
-            self._recorded.append(unit)
-            if self._cursor < len(self._order) and self._order[self._cursor] is unit:
-                self._cursor += 1
-            self._prefetch_forward()
+            self._order.append(unit)
+            self._keep(None)
+        alone = self._is_called_alone(unit)
+        if alone:
+            self.agreement.begin(Ask.CALL, unit.label, f"a forward of {unit.label} alone")
+        self.obtain(unit)
+        self.crew.note("forward", unit)
+        if alone:
+            self.agreement.finish()
+        else:
+            self.agreement.look_ahead()
 
     def _after(self, unit: Unit, output: object) -> object:
         if self._bypassed() or unit.state is not State.GATHERED:
@@ -163,188 +169,96 @@ class Schedule:
         if self.phase is Phase.BACKWARD:
             # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but
             # gives way to the other units of a region that spans several.
-            unit.in_use = unit is self._current
+            unit.in_use = unit is self.backward.current
             return output
-        last = self.phase is Phase.FORWARD and self._cursor == len(self._order) == len(
-            self._recorded
-        )
-        if watched and last:
+        if watched and self.phase is Phase.FORWARD and self.agreement.may_be_last:
             unit.uninstall()
             unit.in_use = False  # it keeps its memory only as long as nobody needs it
+            self._keep(unit)
         else:
-            self._release(unit)
+            self.crew.release(unit)
         return output
+
+    def _keep(self, unit: Unit | None) -> None:
+        """Let ``unit`` stay for backward, which needs it first, in place of another."""
+        kept, self._kept = self._kept, unit
+        if kept is not None and kept is not unit and not kept.in_use:
+            self.crew.release(kept)
 
     def _watch(self, unit: Unit, output: object) -> bool:
         """Have backward announce itself when it reaches ``output``; whether it can."""
         own = unit.own_outputs(output)
         for tensor in own:
             tensor.register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: self._before_backward(unit)
+                lambda grad: self.backward.reached(unit)
             )
         return bool(own)
 
-    def _prefetch_forward(self) -> None:
-        for unit in self._order[self._cursor : self._cursor + self.prefetch]:
-            self._prefetch(unit)
+    def _is_called_alone(self, unit: Unit) -> bool:
+        """Whether ``unit``'s module was called outside of the root's forward."""
+        outside = self.phase is Phase.IDLE and not inside_backward()
+        return outside and not any(u.in_use and u.encloses(unit) for u in self.units)
 
-    # --- backward --------------------------------------------------------------------------------
-
-    def _before_backward(self, unit: Unit) -> None:
-        """The gradient has reached an output of ``unit``: its backward is about to run."""
-        self._begin_backward()
-        if unit is self._current and unit.state is State.GATHERED:
-            return  # another output of the same call
-        self._current = unit
-        for other in self.units[1:]:
-            # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
-            # nothing left to compute. One around it has; one inside may share its output tensor.
-            if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
-                self._release(other)
-        self._obtain(unit)
-        self.note("backward", unit)
-        before = self._order[: self._cursor]
-        if unit in before:
-            self._cursor = len(before) - 1 - before[::-1].index(unit)
-        for ahead in self._order[max(self._cursor - self.prefetch, 0) : self._cursor][::-1]:
-            self._prefetch(ahead)
-
-    def _begin_backward(self) -> None:
-        if self.phase is Phase.BACKWARD:
-            if not self.backward_raised:
-                return
-            self.reset()  # this is another backward
-        if torch.is_grad_enabled():
-            raise StateError(
-                "backward(create_graph=True) through a wrapped model: the gradients that zshard "
-                "reduces have no graph of their own. Differentiate twice before zshard.wrap."
-            )
-        self.phase = Phase.BACKWARD
-        self._cursor, self._current = len(self._order), None
-        for unit in self.units:
-            unit.fired.clear()
-            unit.in_use = False  # what forward has left gathered may go
-        if self.root.state is State.GATHERED:
-            self.root.install()  # a checkpointed region may be of the root's own modules
-        if self.sync:
-            self.reducer.start()
-        engine = torch.autograd.Variable._execution_engine
-        end = EndOfBackward(self.end_backward)
-        engine.queue_callback(end)
-        self._end = weakref.ref(end)  # autograd holds the callback for as long as it runs
-
-    def _leaf_grad(self, unit: Unit) -> None:
-        self._begin_backward()
-        if self.sync and self.reducer.has_reduced(unit):
-            raise StateError(
-                f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
-                "had been reduced. It is used in several reentrant checkpoints; pass "
-                "use_reentrant=False to torch.utils.checkpoint."
-            )
-        # The root's reduction is the last in any case, and nothing would hide it.
-        if unit is self.root or not unit.all_fired:
-            return
-        if unit.may_free_early:
-            self._release(unit)
-        if self.sync:
-            self.reducer.unit_done(unit, self._tag("reduce", unit), self.note)
-
-    def end_backward(self) -> None:
-        """Free every unit and complete the reductions."""
-        for unit in self.units:
-            self._release(unit)
-        if not self.sync:
-            for flat in self.reducer.flats:
-                flat.grads.hold_back()
-        else:
-            self.reducer.finish(self._tag("reduce", self.root), self.note, self._gathered)
-            self._gathered = []
-            self.step += 1
-        self.phase = Phase.IDLE
+    def _gathered(self) -> str:
+        """The units that need no gather now."""
+        return " ".join(unit.label for unit in self.units if unit.state is State.GATHERED)
 
     # --- units -----------------------------------------------------------------------------------
 
-    def _obtain(self, unit: Unit) -> None:
+    def obtain(self, unit: Unit) -> None:
+        """Have the whole parameters in the modules."""
         if unit.outdated and self.phase is not Phase.BACKWARD:
-            self._reshard(unit)
-        if unit.state is State.SHARDED:
-            self._gather(unit)
-        if unit.state is State.GATHERING:
-            self.note("wait", unit)
-            unit.wait()
+            self.crew.reshard(unit)
+        if unit.state is State.SHARDED or self.agreement.is_ahead(unit):
+            self.agreement.need(unit)
+        self.crew.wait(unit)
         unit.install()
         unit.in_use = True
-
-    def _gather(self, unit: Unit) -> None:
-        self.note("gather", unit)
-        self._gathered.append(unit.label)
-        unit.gather(self._tag("gather", unit), move=self.phase is not Phase.BACKWARD)
-
-    def _prefetch(self, unit: Unit) -> None:
-        if unit.can_prefetch():
-            self._gather(unit)
-
-    def _release(self, unit: Unit) -> None:
-        if unit.strategy.resident:
-            unit.uninstall()
-            unit.in_use = False
-        else:
-            self._reshard(unit)
-
-    def _reshard(self, unit: Unit) -> None:
-        if unit.state is not State.SHARDED:
-            self.note("reshard", unit)
-            unit.reshard()
 
     def renew(self) -> None:
         """After a step: start gathering the updated shards of units that stay whole.
 
         In the order of the forward that they hide under; each unit waits for its own.
         """
-        for unit in dict.fromkeys((self.root, *self._order, *self.units)):
-            if unit.strategy.resident and (unit.outdated or unit.state is State.SHARDED):
-                self._reshard(unit)
-                self._gather(unit)
+        in_order = dict.fromkeys((self.root, *self._order, *self.units))
+        due = [u for u in in_order if u.strategy.resident and (u.outdated or u.is_sharded)]
+        if not due:
+            return
+        for unit in due:
+            self.crew.reshard(unit)
+        self.agreement.begin(Ask.RENEW, "", "a gather of updated parameters")
+        for unit in due:
+            if unit.is_sharded:  # not gathered for another rank's sake meanwhile
+                self.agreement.need(unit)
+        self.agreement.finish()
 
     def _forget_last_forward(self) -> None:
         """Free what a forward without a backward has left gathered, or has an old value."""
         for unit in self.units:
             unit.in_use = False
             if unit.outdated:
-                self._reshard(unit)
+                self.crew.reshard(unit)
         self.renew()  # what has not been since the step: another library's optimizer took it
 
     def parameters(self) -> list[Sharded]:
         """Every sharded parameter, in the order of the units."""
         return [param for unit in self.units for flat in unit.flats for param in flat.params]
 
-    @property
-    def backward_raised(self) -> bool:
-        """Whether the last backward ended in an exception, and nothing was run since."""
-        return self.phase is Phase.BACKWARD and (self._end is None or self._end() is None)
+    def reset(self, strayed: bool = False) -> None:
+        """Bring every unit back to SHARDED after an exception, and drop the gradients.
 
-    def require_gradients(self) -> None:
-        """Take in what the last backward's reduction said.
+        The other ranks may be in the middle of the forward or backward, so this one takes part in
+        what is left of it, without gradients, and tells them.
 
-        Raises:
-            StateError: if it ended in an exception, so that only some gradients are there.
+        Args:
+            strayed: the exception is that backward took another way than before.
         """
-        if self.backward_raised:
-            raise StateError(
-                "the last backward raised an exception, and its gradients are incomplete. Run it "
-                "again, or skip the step: zshard.reset(model), then zero_grad()."
-            )
-        self.reducer.settle()
-
-    def reset(self) -> None:
-        """Bring every unit back to SHARDED after an exception, and drop unfinished gradients."""
+        self.backward.abandon(strayed)
         self.reducer.abandon()
+        self.agreement.abandon()
         for unit in self.units:
-            self._release(unit)
-            for flat in unit.flats:
-                for leaf in flat.leaves:
-                    leaf.grad = None
-        self.phase, self._current = Phase.IDLE, None
+            self.crew.release(unit)
+        self.crew.phase = Phase.IDLE
 
     # --- small things ----------------------------------------------------------------------------
 
@@ -357,13 +271,10 @@ class Schedule:
             )
         return self.whole
 
-    def _tag(self, phase: str, unit: Unit) -> Tag:
-        return Tag(self.step, phase, unit.label)
+    def begin_call(self, what: str) -> None:
+        """Make sure that all ranks are about to make the same collective call.
 
-    def note(self, phase: str, unit: Unit) -> None:
-        """Tell the trace, and the profiler, that ``phase`` begins for ``unit``."""
-        if self.trace is not None:
-            self.trace.add(phase, unit.label)
-        if torch._C._autograd._profiler_enabled():
-            with record_function(f"zshard::{phase} {unit.label}"):
-                pass
+        Raises:
+            MismatchError: on every rank, if they are not.
+        """
+        self.agreement.begin(Ask.CALL, what, what)

@@ -44,22 +44,22 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     backward outside the context reduces the sum.
     """
     schedule = schedule_of(model)
-    before, schedule.sync = schedule.sync, False
+    before, schedule.backward.sync = schedule.backward.sync, False
     try:
         yield
     finally:
-        schedule.sync = before
+        schedule.backward.sync = before
 
 
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Record the phases of every unit, in order, for the length of the context."""
     schedule = schedule_of(model)
-    recorded = schedule.trace = Trace()
+    recorded = schedule.crew.trace = Trace()
     try:
         yield recorded
     finally:
-        schedule.trace = None
+        schedule.crew.trace = None
 
 
 def reset(model: nn.Module) -> None:

@@ -149,6 +149,11 @@ class Unit:
         return self._home is not None and self._home.owner is None
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the whole parameters are neither there nor on the way."""
+        return self.state is State.SHARDED
+
+    @property
     def outdated(self) -> bool:
         """Whether the unit is gathered with values that the master no longer has."""
         return self.state is not State.SHARDED and any(
@@ -170,6 +175,14 @@ class Unit:
             if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
                 assert flat.recv is not None
                 self._gathers.append(self._comm.all_gather(flat.recv, flat.sent, tag))
+
+    def join(self, tag: Tag) -> None:
+        """Take part in a gather that only other ranks need."""
+        for flat in self.flats:
+            flat.refresh_send()
+            if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
+                nowhere = self._pool.discard(flat.full_bytes)
+                self._comm.all_gather(nowhere, flat.sent, tag).wait()
 
     def wait(self) -> None:
         """GATHERING -> GATHERED: the whole parameters are there."""

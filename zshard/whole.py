@@ -28,6 +28,7 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
+    schedule.begin_call(f"full_param({name!r})")
     return _whole(flat, index, _gather(flat, flat.master.read(), schedule)).to(flat.dtypes.param)
 
 
@@ -42,6 +43,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     if flat.params[index].grad is None:
         return None
     flat.grads.before_access(index)
+    schedule.begin_call(f"full_grad({name!r})")
     return _whole(flat, index, _gather(flat, flat.grads.owned(), schedule))
 
 
@@ -60,13 +62,14 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         StateError: inside a forward or backward, or inside another full_params.
     """
     schedule = schedule_of(model)
-    if schedule.backward_raised:
+    if schedule.backward.raised:
         schedule.reset()
     if schedule.phase is not Phase.IDLE or schedule.whole:
         raise StateError(
             "zshard.full_params cannot be entered inside a forward, a backward or another "
             f"full_params; the model is {schedule.phase.value}"
         )
+    schedule.begin_call("full_params")
     lent = [[_lend(flat, schedule) for flat in unit.flats] for unit in schedule.units]
     schedule.whole = True
     try:
@@ -126,7 +129,7 @@ def _gather(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tensor
     full = torch.empty(flat.layout.numel, dtype=owned.dtype, device=owned.device)
     if comm.size == 1 or full.numel() == 0 or flat.strategy.replicated:
         return full.copy_(owned)
-    tag = Tag(schedule.step, "gather", flat.names[0])
+    tag = Tag(schedule.crew.step, "gather", flat.names[0])
     comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
     return full
 

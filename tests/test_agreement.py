@@ -1,0 +1,345 @@
+"""Ranks that run different units, in other orders, or other phases: right results, or errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from models import Block
+from ranks import RankFailure, run_ranks
+from steps import batch, build, one_step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, train
+
+import zshard
+from zshard.program import Op, Slot, learn
+from zshard.wrap import schedule_of
+
+kBlocks = 4
+kSteps = 8
+
+
+class Routed(nn.Module):
+    """Blocks of which each rank runs those, in that order, that its router says for each step.
+
+    Args:
+        region: recompute all blocks in backward, in one checkpointed region.
+    """
+
+    def __init__(self, rank: int, route: str, region: bool = False) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(3, models.kWidth)
+        self.blocks = nn.ModuleList(Block() for _ in range(kBlocks))
+        self.outlet = nn.Linear(models.kWidth, 1)
+        self.rank, self.route, self.region, self.step = rank, route, region, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        path = kRoutes[self.route](self.rank, self.step)
+        self.step += 1
+        x = self.inlet(x)
+        x = checkpoint(self.run, x, path, use_reentrant=False) if self.region else self.run(x, path)
+        return self.outlet(x)
+
+    def run(self, x: Tensor, path: list[int]) -> Tensor:
+        for block in path:
+            x = self.blocks[block](x)
+        return x
+
+
+def stochastic_depth(rank: int, step: int) -> list[int]:
+    rng = random.Random(f"{rank} {step}")
+    return [block for block in range(kBlocks) if rng.random() < 0.6]
+
+
+def any_order(rank: int, step: int) -> list[int]:
+    rng = random.Random(f"{rank} {step}")
+    return [rng.randrange(kBlocks) for _ in range(rng.randrange(6))]
+
+
+# (rank, step) -> the blocks that run, in order.
+kRoutes: dict[str, Callable[[int, int], list[int]]] = {
+    "an expert each": lambda rank, step: [0, 1 + rank % 3],
+    "stochastic depth": stochastic_depth,
+    "one rank skips all": lambda rank, step: [] if rank == 0 else [0, 1, 2, 3],
+    "opposite orders": lambda rank, step: [0, 1, 2, 3][:: 1 - 2 * (rank % 2)],
+    "a branch at times": lambda rank, step: [0, 1, 3] if (step + rank) % 3 else [0, 2, 3],
+    "loops of other lengths": lambda rank, step: [0, *[1, 2] * (1 + (rank + step) % 3), 3],
+    "any order": any_order,
+}
+
+
+def routed(
+    rank: int, world_size: int, route: str, options: dict[str, object], region: bool = False
+) -> tuple[Record, Record]:
+    data = models.batches("blocks", kSteps, rank)
+    records = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(1)
+        model = Routed(rank, route, region)
+        if is_wrapped:
+            side: Plain | Wrapped = Wrapped(zshard.wrap(model, **options))
+        else:
+            side = Plain(model, world_size, unused=True)
+        records.append(train(side, adamw(model), data))
+    return records[1], records[0]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("route", kRoutes)
+def test_ranks_that_run_different_units_equal_ddp_bit_by_bit(route: str, strategy: str) -> None:
+    for actual, expected in run_ranks(routed, 2, route, {"strategy": strategy}):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("route", ["stochastic depth", "any order"])
+def test_so_they_do_with_any_prefetch(route: str, prefetch: int) -> None:
+    for actual, expected in run_ranks(routed, 2, route, {"prefetch": prefetch}):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("route", ["stochastic depth", "opposite orders", "loops of other lengths"])
+def test_so_they_do_where_a_region_of_several_units_is_recomputed(route: str) -> None:
+    for actual, expected in run_ranks(routed, 2, route, {}, True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("route", ["stochastic depth", "any order"])
+def test_three_ranks_that_run_different_units_are_within_tolerance_of_ddp(route: str) -> None:
+    for actual, expected in run_ranks(routed, 3, route, {"units": "layer"}):
+        assert_close(actual, expected, tolerance=2e-5)
+
+
+def meetings(rank: int, world_size: int, route: str) -> list[int]:
+    """How often the ranks met in each step."""
+    torch.manual_seed(1)
+    model = zshard.wrap(Routed(rank, route))
+    counts = []
+    for step in range(6):
+        zshard.stats(model).reset()
+        one_step(model, rank, step)
+        zshard.clip_grad_norm_(model, 1.0)
+        counts.append(zshard.stats(model).calls["agree"])
+    return counts
+
+
+def test_a_step_that_is_like_the_one_before_meets_twice() -> None:
+    for first, _, *others in run_ranks(meetings, 2, "an expert each"):
+        assert first > 8
+        assert others == [2] * 4, "once before forward, once before backward"
+
+
+def test_a_forward_over_other_units_in_the_same_order_is_known_after_a_few_steps() -> None:
+    for counts in run_ranks(forward_meetings, 2):
+        assert counts[0] > 3 and counts[-3:] == [1, 1, 1]
+
+
+def forward_meetings(rank: int, world_size: int) -> list[int]:
+    torch.manual_seed(1)
+    model = zshard.wrap(Routed(rank, "stochastic depth"))
+    counts = []
+    for step in range(10):
+        zshard.stats(model).reset()
+        with torch.no_grad():
+            model(batch(rank, step))
+        counts.append(zshard.stats(model).calls["agree"])
+    return counts
+
+
+# --- different phases ----------------------------------------------------------------------------
+
+
+def different_phases(rank: int, world_size: int, what: str) -> str:
+    model = build()
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    one_step(model, rank, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def act() -> None:
+        if rank == 0:
+            one_step(model, rank, 1)
+        elif what == "forward":
+            model(batch(rank, 1))
+            model(batch(rank, 1))
+        elif what == "read":
+            zshard.full_param(model, "outlet.weight")
+        else:
+            with zshard.full_params(model):
+                pass
+
+    with pytest.raises(zshard.MismatchError) as caught:
+        act()
+    # The model stays usable.
+    model.zero_grad()
+    loss = one_step(model, rank, 2)
+    zshard.clip_grad_norm_(model, 1.0)
+    assert torch.isfinite(loss)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "seen"),
+    [
+        ("forward", "rank 0: a backward; rank 1: a forward"),
+        ("read", "rank 0: a forward; rank 1: full_param('outlet.weight')"),
+        ("write", "rank 0: a forward; rank 1: full_params"),
+    ],
+)
+def test_ranks_that_do_different_things_are_all_told_what_and_can_go_on(
+    what: str, seen: str
+) -> None:
+    for message in run_ranks(different_phases, 2, what):
+        assert seen in message
+
+
+class Planted(Exception):
+    pass
+
+
+def exception_on_one_rank(rank: int, world_size: int, where: str) -> tuple[list[Tensor], str]:
+    """Losses after a step in which only rank 1 raised, and what rank 0 was told."""
+    model = build()
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+
+    def fail(*_: object) -> None:
+        raise Planted
+
+    def step(index: int) -> Tensor:
+        loss = one_step(model, rank, index)
+        zshard.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = [step(0), step(1)]
+    told = ""
+    if where:
+        module = model.blocks[1].up
+        if rank == 1 and where == "forward":
+            handle = module.register_forward_hook(fail)
+        elif rank == 1:
+            handle = module.register_full_backward_hook(fail)
+        with pytest.raises((Planted, zshard.Error)) as caught:
+            step(7)
+        told = f"{type(caught.value).__name__}: {caught.value}"
+        if rank == 1:
+            handle.remove()
+            if where == "forward":  # rank 0 is told at its backward: meet it there
+                with pytest.raises(zshard.MismatchError):
+                    model(batch(rank, 7))
+            else:
+                zshard.reset(model)
+        optimizer.zero_grad()
+    losses += [step(2), step(3)]
+    return losses, told
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_on_one_rank_all_are_told_and_go_on_as_if_it_had_not_been(
+    where: str,
+) -> None:
+    expected = [losses for losses, _ in run_ranks(exception_on_one_rank, 2, "")]
+    results = run_ranks(exception_on_one_rank, 2, where)
+    assert [losses for losses, _ in results] == expected
+    assert results[1][1].startswith("Planted")
+    if where == "forward":
+        assert "rank 0: a backward; rank 1: a forward" in results[0][1]
+    else:
+        assert "StateError: the last backward raised an exception on rank 1" in results[0][1]
+
+
+def dies(rank: int, world_size: int) -> str:
+    model = build()
+    one_step(model, rank, 0)
+    if rank == 1:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(zshard.CommError) as caught:
+        one_step(model, rank, 1)
+    with pytest.raises(zshard.CommError):  # and again, at once
+        one_step(model, rank, 2)
+    print(caught.value)
+    return str(caught.value)
+
+
+def test_a_killed_rank_is_a_comm_error_on_the_other_not_a_hang() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(dies, 2, timeout=30)
+    story = str(caught.value)
+    assert "rank 1 was killed by SIGKILL" in story
+    assert "rank 0 returned" in story
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+def gathers(units: str) -> list[Slot]:
+    return [Slot(Op.GATHER, "abcdefgh".index(unit)) for unit in units]
+
+
+def spelled(program: tuple[Slot, ...]) -> str:
+    names = "abcdefgh"
+    return "".join(names[u] if op is Op.GATHER else names[u].upper() for op, u in program)
+
+
+def slots(text: str) -> list[Slot]:
+    return [
+        Slot(Op.GATHER if c.islower() else Op.REDUCE, "abcdefgh".index(c.lower())) for c in text
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "needed", "reduced", "prefetch", "expected"),
+    [
+        (None, ["abc", "abc"], "", 1, "abc"),
+        (None, ["abd", "acd"], "", 1, "abcd"),
+        ("abd", ["acd", "acd"], "", 1, "abcd"),
+        ("abcdefgh", ["ba", "ba"], "", 1, "ba"),  # of another time
+        (None, ["cCbBaA"], "abc", 0, "cCbBaA"),
+        (None, ["cCbBaA"], "abc", 1, "cbCaBA"),
+        (None, ["cCbBaA"], "abc", 2, "cbaCBA"),
+        (None, ["CbBaA"], "abc", 1, "bCaBA"),
+        (None, ["cCbB", "cCaA"], "abcd", 0, "cCbBaAD"),
+        (None, ["bBaA", "aAbB"], "ab", 0, "abBaA"),  # a reduction is the last of its places
+    ],
+)
+def test_a_program_has_what_every_rank_needs_in_its_order_and_each_reduction_once(
+    old: str | None, needed: list[str], reduced: str, prefetch: int, expected: str
+) -> None:
+    program = learn(
+        None if old is None else tuple(slots(old)),
+        [slots(text) for text in needed],
+        ["abcdefgh".index(unit) for unit in reduced],
+        prefetch,
+    )
+    assert spelled(program) == expected
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_needs_are_contained_in_the_program_that_is_learned_of_them(seed: int) -> None:
+    rng = random.Random(seed)
+    needed = [
+        gathers("".join(rng.choices("abcdefgh", k=rng.randrange(9))))
+        for _ in range(rng.choice([1, 2, 4]))
+    ]
+    program = learn(None, needed, [0, 1], rng.randrange(3))
+    for sequence in needed:
+        rest = iter(program)
+        assert all(slot in rest for slot in sequence)
+    assert [slot for slot in program if slot.op is Op.REDUCE] == slots("AB")
+
+
+def test_programs_do_not_pile_up_on_ranks_that_never_repeat_themselves() -> None:
+    torch.manual_seed(1)
+    model = zshard.wrap(Routed(0, "any order"))
+    for step in range(150):
+        one_step(model, 0, step)
+    agreement = schedule_of(model).agreement
+    assert 32 < len(agreement._programs) <= 64

@@ -1,0 +1,292 @@
+"""One order of collectives, on every rank, whatever each rank's model does.
+
+[Note: one agreed order]
+A collective meets the other ranks' by nothing but its place in the order of issue: ranks that issue
+different ones at one place hang, crash, or get wrong numbers. So none is issued that the others do
+not know of. A phase (a forward, a backward) follows a program: what it consisted of when it was run
+before, the same on every rank. A rank that does not need a gather takes part and discards.
+
+Before a phase the ranks meet: a small all-gather of what each is about to do. A rank that needs
+what its program does not have finishes the program first and then brings its need to the meeting,
+in which the others, about to begin their next phase, take part until nobody needs anything. A phase
+without a program, the first of its kind, goes from meeting to meeting. After it the ranks put
+together what each has needed; that is the program of the next. Ranks that begin different phases
+are told so, all of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .comm import Comm, Tag
+from .crew import Crew
+from .errors import MismatchError, StateError
+from .program import Op, Program, Slot, learn
+from .unit import State, Unit
+
+_PROGRAMS = 64  # kept at a time: ranks that never repeat themselves would learn one each step
+
+
+class Ask(enum.IntEnum):
+    """What a rank brings to a meeting."""
+
+    FORWARD = 0  # from here on: about to begin
+    BACKWARD = 1
+    RENEW = 2
+    CALL = 3
+    END = 4  # of a backward without a program
+    GATHER = 5  # from here on: needed now
+    READY = 6
+
+
+class Message(NamedTuple):
+    """One rank's part of a meeting."""
+
+    ask: Ask
+    unit: int = 0
+    digest: int = 0  # what the phase depends on
+
+
+class Agreement:
+    """Decides what is issued when.
+
+    Args:
+        units: the unit map.
+        prefetch: how many gathers are issued ahead.
+        crew: carries the slots out.
+        give_up: ends a backward that cannot go on, on every rank; see ``Schedule.reset``.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        prefetch: int,
+        crew: Crew,
+        give_up: Callable[[bool], None],
+    ) -> None:
+        self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
+        self._give_up = give_up
+        # Backward meets units in about the reverse of the unit map's order.
+        self._trainable = [unit.index for unit in reversed(units) if unit.trainable]
+        self._programs: dict[tuple[int, ...], Program] = {}
+        self._key: tuple[int, ...] = ()
+        self._program: Program | None = None
+        self._at = 0  # the next slot of the program
+        self._ahead: list[Unit] = []  # gathered ahead, in order, and not needed yet
+        self._needed: list[Slot] = []
+        self._reduces = False  # whether the phase ends with every unit reduced
+        self._ready: set[int] = set()  # complete on this rank
+        self._ready_on: dict[int, set[int]] = {}  # unit -> places; where there is no program
+        self._reduced: set[int] = set()
+        self._irregular = False  # somebody left the program, or there is none
+        self._steady = True  # False: backwards were seen to differ, so they follow no program
+
+    # --- phases ----------------------------------------------------------------------------------
+
+    def begin(self, ask: Ask, about: str, label: str, *, reduces: bool = False) -> None:
+        """Begin a phase together with all other ranks.
+
+        Args:
+            about: what its program depends on; may differ between ranks.
+            label: what errors call it.
+            reduces: whether it ends with every unit reduced.
+
+        Raises:
+            MismatchError: on every rank, if another begins something else.
+        """
+        messages = self._meet(Message(ask, digest=zlib.crc32(about.encode())), label)
+        if self._irregular:
+            self._learn()
+        if ask is Ask.CALL and len({message.digest for message in messages}) > 1:
+            self._refuse(label)
+        self._key = (ask, *(message.digest for message in messages))
+        follow = self._steady or ask is not Ask.BACKWARD
+        self._program = self._programs.get(self._key) if follow else None
+        self._irregular = self._program is None
+        self._at, self._reduces = 0, reduces
+        self._needed, self._ready, self._ready_on, self._reduced = [], set(), {}, set()
+
+    def finish(self) -> None:
+        """End a phase: take part in what is left of the program."""
+        self._discard_ahead()
+        while self._program is not None and self._at < len(self._program):
+            self._take_part()
+        if not self._reduces:
+            return
+        if self._program is None:
+            self._meet(Message(Ask.END), "the end of a backward")
+            for unit in self._trainable:
+                if unit not in self._reduced:
+                    self._reduce(unit)
+            self._learn()
+        self._reduces = False
+
+    def abandon(self) -> None:
+        """Forget a phase that a single rank has left by an exception."""
+        self._program, self._irregular, self._reduces = None, False, False
+        self._ahead.clear()
+
+    @property
+    def may_be_last(self) -> bool:
+        """Whether nothing is known to come after what this rank has needed."""
+        rest = () if self._program is None else self._program[self._at :]
+        return not rest and not self._ahead
+
+    @property
+    def needed(self) -> str:
+        """What this rank has needed in this phase, as text."""
+        return " ".join(str(slot.unit) for slot in self._needed)
+
+    def expect_other_ways(self) -> None:
+        """From now on, have no backward follow a program."""
+        self._steady = False
+
+    # --- slots -----------------------------------------------------------------------------------
+
+    def need(self, unit: Unit) -> None:
+        """Have ``unit`` gathered, or on the way."""
+        slot = Slot(Op.GATHER, unit.index)
+        self._needed.append(slot)
+        if unit in self._ahead:
+            while (skipped := self._ahead.pop(0)) is not unit:
+                self._crew.release(skipped)
+            return
+        self._discard_ahead()
+        if self._program is not None and slot not in self._program[self._at :]:
+            self._leave_program(unit)
+        if self._program is None:
+            self._meet(Message(Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}")
+            return
+        while self._program[self._at] != slot:
+            self._take_part()
+        self._at += 1
+        self._crew.gather(unit)
+        self._advance()
+
+    def is_ahead(self, unit: Unit) -> bool:
+        """Whether ``unit`` was gathered ahead and not needed yet."""
+        return unit in self._ahead
+
+    def look_ahead(self) -> None:
+        """Start the next gathers, as many as may be under way beside the unit that computes."""
+        while self._program is not None and self._at < len(self._program):
+            op, index = self._program[self._at]
+            unit = self._units[index]
+            room = len(self._ahead) < self._prefetch and unit.can_prefetch()
+            if op is Op.REDUCE or not room:
+                return
+            self._at += 1
+            self._ahead.append(unit)
+            self._crew.gather(unit)
+
+    def ready(self, unit: Unit) -> None:
+        """Note that all gradients of ``unit`` are there on this rank."""
+        self._needed.append(Slot(Op.REDUCE, unit.index))
+        self._ready.add(unit.index)
+        if self._program is None:
+            message = Message(Ask.READY, unit.index)
+            self._meet(message, f"the reduction of unit {unit.label!r}")
+        else:
+            self.look_ahead()  # what had no room before
+            self._advance()
+
+    def has_reduced(self, unit: Unit) -> bool:
+        """Whether ``unit`` was reduced in this phase."""
+        return unit.index in self._reduced
+
+    def _advance(self) -> None:
+        """Reduce what the program has next, as far as it is ready."""
+        assert self._program is not None
+        while self._at < len(self._program):
+            op, unit = self._program[self._at]
+            if op is Op.GATHER or unit not in self._ready:
+                return
+            self._at += 1
+            self._reduce(unit)
+
+    def _take_part(self) -> None:
+        """Carry out a slot that comes before what this rank needs."""
+        assert self._program is not None
+        op, index = self._program[self._at]
+        self._at += 1
+        if op is Op.REDUCE:
+            self._reduce(index)  # what of the gradients is there; autograd has gone past
+        else:
+            self._crew.join(self._units[index])
+
+    def _reduce(self, index: int) -> None:
+        self._reduced.add(index)
+        self._crew.reduce(self._units[index])
+
+    def _discard_ahead(self) -> None:
+        while self._ahead:
+            self._crew.release(self._ahead.pop(0))
+
+    def _leave_program(self, unit: Unit) -> None:
+        if not self._reduces:
+            self.finish()
+            self._program, self._irregular = None, True
+            return
+        # The others are not to be met before they have reduced without this rank's gradients.
+        self._give_up(True)
+        raise StateError(
+            f"rank {self._comm.place}: backward came to unit {unit.label!r}, which it did not use, "
+            "or not here, in the same place before. The step's gradients are dropped on every "
+            "rank; repeat the step, and backwards will be expected to differ."
+        )
+
+    # --- meetings --------------------------------------------------------------------------------
+
+    def _meet(self, mine: Message, label: str) -> list[Message]:
+        """Bring ``mine``; return when it is served, or all ranks are about to begin something."""
+        while True:
+            words = self._comm.all_gather_words(mine, Tag(0, "agree", label))
+            messages = [Message(Ask(ask), unit, digest) for ask, unit, digest in words]
+            if not any(message.ask in (Ask.GATHER, Ask.READY) for message in messages):
+                if len({message.ask for message in messages}) > 1:
+                    self._refuse(label)
+                return messages
+            self._irregular = True
+            self._serve(mine, messages)
+            if mine.ask in (Ask.GATHER, Ask.READY):
+                return messages
+
+    def _serve(self, mine: Message, messages: Sequence[Message]) -> None:
+        for place, message in enumerate(messages):
+            if message.ask is Ask.READY:
+                self._ready_on.setdefault(message.unit, set()).add(place)
+        ended = {place for place, message in enumerate(messages) if message.ask is Ask.END}
+        for index in self._trainable:
+            places = self._ready_on.get(index, set())
+            if index not in self._reduced and places and len(places | ended) == len(messages):
+                self._reduce(index)
+        for index in dict.fromkeys(m.unit for m in messages if m.ask is Ask.GATHER):
+            unit = self._units[index]
+            if mine == Message(Ask.GATHER, index) and unit.state is State.SHARDED:
+                self._crew.gather(unit)
+            else:
+                self._crew.join(unit)
+
+    def _learn(self) -> None:
+        """Make the program of the phase that every rank has ended."""
+        gathered = self._comm.all_gather_object(self._needed, Tag(0, "agree", "program"))
+        everyone: list[list[Slot]] = gathered  # type: ignore[assignment]
+        reduced = self._trainable if self._reduces else []
+        old = self._programs.pop(self._key, None)
+        self._programs[self._key] = learn(old, everyone, reduced, self._prefetch)
+        while len(self._programs) > _PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        self._irregular = False
+
+    def _refuse(self, label: str) -> None:
+        everyone = self._comm.all_gather_object(label, Tag(0, "agree", label))
+        self._irregular = False
+        seen = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
+        raise MismatchError(
+            f"the ranks are about to do different things: {seen}. Every rank has to run the same "
+            "forwards, backwards, steps and calls of zshard, in the same order."
+        )

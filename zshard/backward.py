@@ -1,0 +1,174 @@
+"""Backward, unit by unit: from the first gradient that reaches an output to the last reduction.
+
+[Note: one step] in schedule.py has the order of events.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from .agreement import Agreement, Ask
+from .crew import Crew
+from .errors import StateError
+from .phase import EndOfBackward, Phase
+from .reduction import Reducer
+from .unit import State, Unit
+
+
+class Forwards(Protocol):
+    """What backward asks of the schedule."""
+
+    def obtain(self, unit: Unit) -> None:
+        """Have the whole parameters in the modules."""
+
+    def reset(self) -> None:
+        """Bring the model back to the sharded state."""
+
+
+class Backward:
+    """Runs the units of one model through backward.
+
+    Attributes:
+        current: the unit whose backward was announced last.
+        sync: False inside no_sync, where gradients stay on the leaves.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        crew: Crew,
+        agreement: Agreement,
+        reducer: Reducer,
+        forwards: Forwards,
+    ) -> None:
+        self._units, self._root = tuple(units), units[0]
+        self._crew, self._agreement, self._reducer = crew, agreement, reducer
+        self._forwards = forwards
+        self.current: Unit | None = None
+        self.sync = True
+        self._end: weakref.ref[EndOfBackward] | None = None
+        # What a backward goes through: the forwards since the last one, and how many backwards
+        # there were since those.
+        self._since, self._count = "", 0
+        reducer.on_strayed = agreement.expect_other_ways
+        for unit in units:
+            unit.on_leaf_grad = self._leaf_grad
+
+    def note_forward(self, needed: str, gathered: str) -> None:
+        """Note a forward that the next backward may go through, by what decides its gathers."""
+        if self._count > 0:
+            self._since, self._count = "", 0
+        if torch.is_grad_enabled():
+            self._since = f"{zlib.crc32(f'{self._since};{needed};{gathered}'.encode())}"
+
+    def reached(self, unit: Unit) -> None:
+        """The gradient has reached an output of ``unit``: its backward is about to run."""
+        self._begin()
+        if unit is self.current and unit.state is State.GATHERED:
+            return  # another output of the same call
+        self.current = unit
+        for other in self._units[1:]:
+            # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
+            # nothing left to compute. One around it has; one inside may share its output tensor.
+            if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
+                self._crew.release(other)
+        self._forwards.obtain(unit)
+        self._crew.note("backward", unit)
+        self._agreement.look_ahead()
+
+    def _begin(self) -> None:
+        if self._crew.phase is Phase.BACKWARD:
+            if not self.raised:
+                return
+            self._forwards.reset()  # this is another backward
+        if torch.is_grad_enabled():
+            raise StateError(
+                "backward(create_graph=True) through a wrapped model: the gradients that zshard "
+                "reduces have no graph of their own. Differentiate twice before zshard.wrap."
+            )
+        about = f"{self._since};{self._count};{self.sync}"
+        self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=self.sync)
+        self._crew.phase = Phase.BACKWARD
+        self._count += 1
+        self.current = None
+        for unit in self._units:
+            unit.fired.clear()
+            unit.in_use = False  # what forward has left gathered may go
+        if self._root.state is State.GATHERED:
+            self._root.install()  # a checkpointed region may be of the root's own modules
+        if self.sync:
+            self._reducer.start()
+        engine = torch.autograd.Variable._execution_engine
+        end = EndOfBackward(self._finish)
+        engine.queue_callback(end)
+        self._end = weakref.ref(end)  # autograd holds the callback for as long as it runs
+
+    def _leaf_grad(self, unit: Unit) -> None:
+        self._begin()
+        if self.sync and self._agreement.has_reduced(unit):
+            raise StateError(
+                f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
+                "had been reduced. It is used in several reentrant checkpoints; pass "
+                "use_reentrant=False to torch.utils.checkpoint."
+            )
+        # The root's reduction is the last in any case, and nothing would hide it.
+        if unit is self._root or not unit.all_fired:
+            return
+        if unit.may_free_early:
+            self._crew.release(unit)
+        if self.sync:
+            self._agreement.ready(unit)
+
+    def _finish(self) -> None:
+        """Free every unit and complete the reductions."""
+        for unit in self._units:
+            self._crew.release(unit)
+        self._agreement.finish()
+        if self.sync:
+            self._crew.end_reductions()
+        else:
+            for flat in self._reducer.flats:
+                flat.grads.hold_back()
+        self._crew.phase = Phase.IDLE
+
+    # --- exceptions ------------------------------------------------------------------------------
+
+    @property
+    def raised(self) -> bool:
+        """Whether the last backward ended in an exception, and nothing was run since."""
+        ended = self._end is None or self._end() is None
+        return self._crew.phase is Phase.BACKWARD and ended
+
+    def require_gradients(self) -> None:
+        """Take in what the last backward's reduction said.
+
+        Raises:
+            StateError: if it ended in an exception, so that only some gradients are there.
+        """
+        if self.raised:
+            raise StateError(
+                "the last backward raised an exception, and its gradients are incomplete. Run it "
+                "again, or skip the step: zshard.reset(model), then zero_grad()."
+            )
+        self._reducer.settle()
+
+    def abandon(self, strayed: bool) -> None:
+        """Leave the forward or backward under way; see ``Schedule.reset``."""
+        for flat in self._reducer.flats:
+            for leaf in flat.leaves:
+                leaf.grad = None
+        reduces = self._crew.phase is Phase.BACKWARD and self.sync
+        if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
+            self._agreement.finish()
+            if reduces:
+                self._crew.end_reductions(failed=True, strayed=strayed)
+                self._reducer.settle()
+        elif reduces:
+            for flat in self._reducer.flats:
+                flat.grads.drop()
+        self.current = None

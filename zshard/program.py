@@ -1,0 +1,85 @@
+"""Programs: the collectives of a phase, in the order in which every rank issues them."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Op(enum.Enum):
+    """What a slot of a program is."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+class Slot(NamedTuple):
+    """One unit's collective."""
+
+    op: Op
+    unit: int  # index in the unit map
+
+
+Program = tuple[Slot, ...]
+
+
+def learn(
+    old: Program | None,
+    needed: Sequence[Sequence[Slot]],
+    reduced: Sequence[int],
+    prefetch: int,
+) -> Program:
+    """The program of a phase that has run on every rank.
+
+    Args:
+        old: the program that it followed and had to leave; None if there was none.
+        needed: what each rank needed, in its own order.
+        reduced: every unit that is to be reduced; those without a place yet come last.
+        prefetch: how many gathers are issued ahead of the one that is needed.
+    """
+    longest = max(map(len, needed))
+    merged = _merge([old or (), *needed])
+    if len(merged) > 2 * max(longest, 1):  # of other times than these
+        merged = _merge(needed)
+    last = {slot: place for place, slot in enumerate(merged) if slot.op is Op.REDUCE}
+    once = [s for i, s in enumerate(merged) if s.op is Op.GATHER or last[s] == i]
+    placed = {slot.unit for slot in last}
+    once += [Slot(Op.REDUCE, unit) for unit in reduced if unit not in placed]
+    return _issue_ahead(once, prefetch)
+
+
+def _merge(sequences: Iterable[Sequence[Slot]]) -> list[Slot]:
+    """A sequence in which each of ``sequences`` is contained, in order, if not contiguously."""
+    merged: list[Slot] = []
+    for other in sequences:
+        if _contains(merged, other):
+            continue
+        out: list[Slot] = []
+        matcher = difflib.SequenceMatcher(None, merged, other, autojunk=False)
+        for what, a, b, c, d in matcher.get_opcodes():
+            out += merged[a:b]
+            if what in ("insert", "replace"):
+                out += other[c:d]
+        merged = out
+    return merged
+
+
+def _contains(sequence: Sequence[Slot], part: Sequence[Slot]) -> bool:
+    rest = iter(sequence)
+    return all(slot in rest for slot in part)
+
+
+def _issue_ahead(slots: Sequence[Slot], prefetch: int) -> Program:
+    """``slots`` with every gather moved forward to where the one ``prefetch`` before is needed."""
+    gathers = [slot for slot in slots if slot.op is Op.GATHER]
+    out: list[Slot] = gathers[:prefetch]
+    needed = 0
+    for slot in slots:
+        if slot.op is Op.REDUCE:
+            out.append(slot)
+            continue
+        needed += 1
+        out += gathers[needed + prefetch - 1 : needed + prefetch]
+    return tuple(out)
