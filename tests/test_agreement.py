@@ -69,6 +69,7 @@ kRoutes: dict[str, Callable[[int, int], list[int]]] = {
     "a branch at times": lambda rank, step: [0, 1, 3] if (step + rank) % 3 else [0, 2, 3],
     "loops of other lengths": lambda rank, step: [0, *[1, 2] * (1 + (rank + step) % 3), 3],
     "any order": any_order,
+    "one order": lambda rank, step: [0, 1, 2, 3],
 }
 
 
@@ -275,6 +276,41 @@ def test_a_killed_rank_is_a_comm_error_on_the_other_not_a_hang() -> None:
     story = str(caught.value)
     assert "rank 1 was killed by SIGKILL" in story
     assert "rank 0 returned" in story
+
+
+def strayed(rank: int, world_size: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """Steps of one forward whose backward changes its way, on rank 1 alone and then on both."""
+    torch.manual_seed(1)
+    model = zshard.wrap(Routed(rank, "one order"))
+    torch.manual_seed(1)
+    plain = nn.parallel.DistributedDataParallel(Routed(rank, "one order"))
+    told: list[str] = []
+    losses: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for step, regions in enumerate([(False, False)] * 2 + [(False, True), (True, True)] * 2):
+        model.region = plain.module.region = regions[rank]
+        for side, seen in zip((model, plain), losses, strict=True):
+            loss = (side(batch(rank, step)) - 1.0).square().mean()
+            seen.append(loss.detach())
+            try:
+                loss.backward()
+                zshard.clip_grad_norm_(model, 1e9)
+            except zshard.StateError as error:
+                told.append(f"{step}: {error}")
+                (side(batch(rank, step)) - 1.0).square().mean().backward()
+        for name, parameter in plain.module.named_parameters():
+            assert torch.equal(zshard.full_grad(model, name), parameter.grad), name
+        for side in (model, plain):
+            side.zero_grad()
+    return told, *losses
+
+
+def test_a_backward_that_takes_another_way_is_refused_on_all_ranks_once_and_then_expected() -> None:
+    first, second = run_ranks(strayed, 2)
+    assert len(first[0]) == len(second[0]) == 1
+    assert first[0][0].startswith("2: the last backward raised an exception on rank 1")
+    assert second[0][0].startswith("2: rank 1: backward came to unit 'blocks.1'")
+    for _, ours, theirs in (first, second):
+        assert all(map(torch.equal, ours, theirs))
 
 
 # --- programs ------------------------------------------------------------------------------------
