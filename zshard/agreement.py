@@ -46,8 +46,8 @@ class Message(NamedTuple):
     """One rank's part of a meeting."""
 
     ask: Ask
-    unit: int = 0
-    digest: int = 0  # what the phase depends on
+    unit: int = 0  # index in the unit map; to begin a backward, a digest of what is trained
+    digest: int = 0  # of what the phase depends on
 
 
 class Agreement:
@@ -70,8 +70,8 @@ class Agreement:
     ) -> None:
         self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
         self._give_up = give_up
-        # Backward meets units in about the reverse of the unit map's order.
-        self._trainable = [unit.index for unit in reversed(units) if unit.trainable]
+        self._names: str | None = None  # of all that is trained
+        self._trained: list[int] = []  # units to be reduced, in the order of last resort
         self._programs: dict[tuple[int, ...], Program] = {}
         self._key: tuple[int, ...] = ()
         self._program: Program | None = None
@@ -98,16 +98,23 @@ class Agreement:
         Raises:
             MismatchError: on every rank, if another begins something else.
         """
-        messages = self._meet(Message(ask, digest=zlib.crc32(about.encode())), label)
+        # Backward meets units in about the reverse of the unit map's order.
+        trained = [u.index for u in reversed(self._units) if u.trained] if reduces else []
+        names = self._trained_names() if reduces else ""
+        message = Message(ask, zlib.crc32(names.encode()), zlib.crc32(about.encode()))
+        messages = self._meet(message, label)
         if self._irregular:
             self._learn()
         if ask is Ask.CALL and len({message.digest for message in messages}) > 1:
             self._refuse(label)
+        if len({message.unit for message in messages}) > 1:
+            self._refuse_trained(names)
         self._key = (ask, *(message.digest for message in messages))
         follow = self._steady or ask is not Ask.BACKWARD
         self._program = self._programs.get(self._key) if follow else None
         self._irregular = self._program is None
         self._at, self._reduces = 0, reduces
+        self._trained = trained
         self._needed, self._ready, self._ready_on, self._reduced = [], set(), {}, set()
 
     def finish(self) -> None:
@@ -119,7 +126,7 @@ class Agreement:
             return
         if self._program is None:
             self._meet(Message(Ask.END), "the end of a backward")
-            for unit in self._trainable:
+            for unit in self._trained:
                 if unit not in self._reduced:
                     self._reduce(unit)
             self._learn()
@@ -260,7 +267,7 @@ class Agreement:
             if message.ask is Ask.READY:
                 self._ready_on.setdefault(message.unit, set()).add(place)
         ended = {place for place, message in enumerate(messages) if message.ask is Ask.END}
-        for index in self._trainable:
+        for index in self._trained:
             places = self._ready_on.get(index, set())
             if index not in self._reduced and places and len(places | ended) == len(messages):
                 self._reduce(index)
@@ -275,12 +282,34 @@ class Agreement:
         """Make the program of the phase that every rank has ended."""
         gathered = self._comm.all_gather_object(self._needed, Tag(0, "agree", "program"))
         everyone: list[list[Slot]] = gathered  # type: ignore[assignment]
-        reduced = self._trainable if self._reduces else []
         old = self._programs.pop(self._key, None)
-        self._programs[self._key] = learn(old, everyone, reduced, self._prefetch)
+        self._programs[self._key] = learn(old, everyone, self._trained, self._prefetch)
         while len(self._programs) > _PROGRAMS:
             del self._programs[next(iter(self._programs))]
         self._irregular = False
+
+    def forget_trained(self) -> None:
+        """Parameters were frozen or unfrozen."""
+        self._names = None
+
+    def _trained_names(self) -> str:
+        """The parameters that require a gradient."""
+        if self._names is not None:
+            return self._names
+        flats = [flat for unit in self._units for flat in unit.flats]
+        pairs = [pair for flat in flats for pair in zip(flat.names, flat.trained, strict=True)]
+        self._names = "\n".join(name for name, trained in pairs if trained)
+        return self._names
+
+    def _refuse_trained(self, names: str) -> None:
+        everyone = self._comm.all_gather_object(names, Tag(0, "agree", "requires_grad"))
+        sets: list[set[str]] = [set(str(each).split("\n")) for each in everyone]
+        name = min(set[str]().union(*sets) - sets[0].intersection(*sets))
+        ranks = [rank for rank, each in enumerate(sets) if name in each]
+        raise MismatchError(
+            f"{name} requires a gradient on ranks {ranks} alone; freeze and unfreeze parameters "
+            "on every rank"
+        )
 
     def _refuse(self, label: str) -> None:
         everyone = self._comm.all_gather_object(label, Tag(0, "agree", label))

@@ -26,6 +26,9 @@ class Forwards(Protocol):
     def obtain(self, unit: Unit) -> None:
         """Have the whole parameters in the modules."""
 
+    def settle_trained(self) -> None:
+        """Take in which parameters were frozen and unfrozen since."""
+
     def reset(self) -> None:
         """Bring the model back to the sharded state."""
 
@@ -91,6 +94,8 @@ class Backward:
                 "backward(create_graph=True) through a wrapped model: the gradients that zshard "
                 "reduces have no graph of their own. Differentiate twice before zshard.wrap."
             )
+        self._reducer.settle()  # of the backward before
+        self._forwards.settle_trained()
         about = f"{self._since};{self._count};{self.sync}"
         self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=self.sync)
         self._crew.phase = Phase.BACKWARD
@@ -135,6 +140,24 @@ class Backward:
             for flat in self._reducer.flats:
                 flat.grads.hold_back()
         self._crew.phase = Phase.IDLE
+        if self.sync:
+            self._run_hooks()
+
+    def _run_hooks(self) -> None:
+        """Call the users' post-accumulate hooks, now that reduced gradients can be read."""
+        hooked = [
+            (flat, index)
+            for flat in self._reducer.flats
+            for index, hooks in enumerate(flat.hooks)
+            if hooks.after_reduction
+        ]
+        if not hooked:
+            return
+        self._reducer.settle()
+        for flat, index in hooked:
+            if flat.grads.arrived[index]:
+                for hook in flat.hooks[index].after_reduction.in_order():
+                    hook(flat.params[index])
 
     # --- exceptions ------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from . import ops
 from .comm import Comm
 from .gradient import Gradients
+from .hooks import ParamHooks
 from .layout import Layout, Local
 from .master import Master
 from .param import Sharded
@@ -46,6 +47,8 @@ class Flat:
         recv: the same memory as bytes, for the collective. (gloo knows few dtypes.)
         sent: this rank's part of what the collective gathers, likewise.
         params: the sharded parameters; leaves: what the modules hold while gathered.
+        trained: of each parameter, whether it requires a gradient; alike at first, as the unit map
+            puts them together, but users may freeze and unfreeze single ones.
     """
 
     def __init__(
@@ -62,16 +65,20 @@ class Flat:
         self.schedule: Schedule  # set by the schedule that takes the unit over
         self.dtypes, self.strategy = dtypes, strategy
         self.device = params[0].device
-        self.requires_grad = params[0].requires_grad
+        self.trained = [param.requires_grad for param in params]
+        self.hooks = [ParamHooks(param) for param in params]
         self.layout = Layout.of(params, comm.size, comm.replicas.size)
         self.shard = self.layout.shard(comm.rank)
         self.owned = self.layout.whole if strategy.replicated else self.shard
         self._locals = tuple(self.layout.local(i, self.owned) for i in range(len(params)))
+        # The schedule's: called before a parameter is frozen or unfrozen.
+        self.before_set_trained: Callable[[str], None] = lambda name: None
         # The unit's: called before the master is written, which a gather under way may be sending.
         self.before_write: Callable[[], None] = lambda: None
         self.updates = 0
         self._marked = 0  # the version counter of `base` as we last set it
         self.leaves: list[Parameter] = []
+        self._watched: set[int] = set()  # leaves that call at their gradient
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.resident: torch.Tensor | None = None
@@ -125,14 +132,36 @@ class Flat:
         self.recv = _alias(memory).view(torch.uint8)
         self.base = _alias(memory)
         self.leaves = []
+        self._watched.clear()
+        self._on_leaf_grad = on_leaf_grad
         for index, segment in enumerate(self.layout.segments):
-            leaf = Parameter(segment.view_of(self.base), requires_grad=self.requires_grad)
+            leaf = Parameter(segment.view_of(self.base), requires_grad=self.trained[index])
             leaf.__dict__.update(user_attributes(self.params[index]))
-            if self.requires_grad:
-                leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    _leaf_hook(on_leaf_grad, index)
-                )
             self.leaves.append(leaf)
+            self._watch(index)
+
+    def _watch(self, index: int) -> None:
+        """Have backward call when the gradient of leaf ``index`` is there."""
+        leaf = self.leaves[index]
+        if leaf.requires_grad and index not in self._watched:
+            self._watched.add(index)
+            leaf.register_hook(self.hooks[index].change)  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda leaf: self._on_leaf_grad(index)
+            )
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of the parameters is trained."""
+        return any(self.trained)
+
+    def set_trained(self, index: int, value: bool) -> None:
+        """Freeze or unfreeze parameter ``index``."""
+        self.before_set_trained(self.names[index])
+        self.trained[index] = value
+        if self.leaves:
+            self.leaves[index].requires_grad_(value)
+            self._watch(index)
 
     def mark(self, *, valid: bool) -> None:
         """Say in the version counter what the full buffer holds."""
@@ -175,10 +204,3 @@ def _alias(memory: torch.Tensor) -> torch.Tensor:
     """The same memory under a version counter of its own."""
     alias = torch.empty(0, dtype=memory.dtype, device=memory.device)
     return alias.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, (1,))
-
-
-def _leaf_hook(on_leaf_grad: Callable[[int], None], index: int) -> Callable[[torch.Tensor], None]:
-    def hook(leaf: torch.Tensor) -> None:
-        on_leaf_grad(index)
-
-    return hook

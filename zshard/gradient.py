@@ -21,11 +21,13 @@ class Gradients:
 
     Attributes:
         present: of each parameter, whether any rank has a gradient that was reduced.
+        arrived: likewise, of the last backward alone.
     """
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self.present = [False] * len(flat.names)
+        self.arrived = [False] * len(flat.names)
         # (N * S,) or (S,) reduce dtype, as the strategy says; made at the first backward.
         self._memory: torch.Tensor | None = None
         # Sums of backwards inside no_sync that were not reduced yet: (shape) in the reduce dtype.
@@ -50,6 +52,11 @@ class Gradients:
                     self._range().numel, dtype=self._flat.dtypes.reduce, device=self._flat.device
                 )
         return self._memory
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._memory = None
+        self._handles = [None] * len(self._handles)
 
     def _part(self, part: Range) -> torch.Tensor:
         first = self._range().begin

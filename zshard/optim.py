@@ -49,7 +49,7 @@ class _FusedAdam(Optimizer):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults)
         self._batches: dict[Kind, Batch] = {}
-        self._built_for: list[tuple[int, type]] = []
+        self._built_for: list[tuple[int, type, bool]] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -104,10 +104,10 @@ class _FusedAdam(Optimizer):
     def _build(self) -> None:
         """Lay out batches and states anew, if the parameters are not those of last time."""
         params = [p for group in self.param_groups for p in group["params"]]
-        signature = [(id(p), type(p)) for p in params]
+        signature = [(id(p), type(p), _is_trained(p)) for p in params]
         if signature == self._built_for:
             return
-        was = dict(self._built_for)
+        was = {key: kind for key, kind, _ in self._built_for}
         for param in params:
             if was.get(id(param), type(param)) is not type(param) and self.state.get(param):
                 raise OptimizerError(
@@ -118,7 +118,7 @@ class _FusedAdam(Optimizer):
         self._batches = {}
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if not isinstance(param, Sharded) or param.flat.requires_grad:
+                if _is_trained(param):
                     self._batches.setdefault(kind_of(param), Batch()).add(param, number)
         for kind, batch in self._batches.items():
             batch.tabulate()
@@ -180,8 +180,17 @@ class _FusedAdam(Optimizer):
 
     def _restore(self, states: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
         for param, values in states:
-            for name, own in self.state.get(param, {}).items():
-                own.copy_(values[name])
+            own = self.state.get(param)
+            if own:
+                for name, state in own.items():
+                    state.copy_(values[name])
+            else:  # frozen since; it may be trained again
+                self.state[param] = values
+
+
+def _is_trained(param: torch.Tensor) -> bool:
+    """Whether there are gradients for ``param``, or others of its shard."""
+    return not isinstance(param, Sharded) or param.flat.requires_grad
 
 
 class AdamW(_FusedAdam):

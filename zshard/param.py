@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from .errors import InputError, OptimizerError, ShardedAccessError, StateError
+from .hooks import GradHook, ParamHook
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -72,7 +74,7 @@ class Sharded(torch.Tensor):
             strides=place.stride,
             dtype=dtype or flat.dtypes.param,
             device=flat.device,
-            requires_grad=is_param and flat.requires_grad,
+            requires_grad=is_param and flat.trained[segment],
         )
         self._local, self.flat, self.segment, self._is_param = local, flat, segment, is_param
         return self
@@ -111,7 +113,7 @@ class Sharded(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter is trained; fixed by zshard.wrap."""
+        """Whether the parameter is trained; may be changed between steps."""
         return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
@@ -119,25 +121,23 @@ class Sharded(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
-        """As torch's, but refused where it would change a wrapped parameter."""
+        """As torch's. Every rank has to make the same change, outside of forward and backward."""
         if self._is_param and requires_grad != self.requires_grad:
-            raise StateError(
-                f"{self.fqn}: requires_grad cannot change after zshard.wrap, since trained and "
-                "frozen parameters lie in different flat buffers. Set it before wrapping."
-            )
+            self.flat.set_trained(self.segment, requires_grad)
         super().requires_grad_(requires_grad)
         return self
 
-    def register_hook(self, hook: object) -> NoReturn:
-        """Refused: autograd never sees the sharded parameter."""
-        raise StateError(
-            f"{self.fqn}: a hook on a sharded parameter would never run. Read reduced gradients "
-            "after backward (zshard.full_grad(model, name), or elementwise from p.grad)."
-        )
+    def register_hook(self, hook: GradHook) -> RemovableHandle:
+        """As torch's: ``hook`` gets this rank's whole gradient, before it is reduced."""
+        if not self.requires_grad:
+            raise StateError(f"{self.fqn}: a hook on a parameter that is not trained would not run")
+        return self.flat.hooks[self.segment].on_grad.add(hook)
 
-    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
-        """Refused, as ``register_hook`` is."""
-        self.register_hook(hook)
+    def register_post_accumulate_grad_hook(self, hook: ParamHook) -> RemovableHandle:
+        """As torch's: ``hook`` gets the parameter, after backward, with the reduced gradient."""
+        if not self.requires_grad:
+            raise StateError(f"{self.fqn}: a hook on a parameter that is not trained would not run")
+        return self.flat.hooks[self.segment].after_reduction.add(hook)
 
     @property
     def fqn(self) -> str:

@@ -108,8 +108,11 @@ class Pool:
         return self._discard[:nbytes]
 
     def reserve_scratch(self, *, packed: int, chunks: int) -> None:
-        """Size the two reduce buffers, in bytes; nothing is allocated yet."""
+        """Size the two reduce buffers, in bytes; what is allocated already stays if it fits."""
         self._scratch_bytes = {"packed": packed, "chunks": chunks}
+        for name, memory in list(self._scratch.items()):
+            if memory.numel() < self._scratch_bytes[name]:
+                del self._scratch[name]
 
     def scratch(self, name: Literal["packed", "chunks"], nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a reduce buffer, (nbytes,) uint8."""

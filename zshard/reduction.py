@@ -29,13 +29,14 @@ class Reducer:
     """Reduces the gradients of ``units`` (the unit map, outermost first) into their shards."""
 
     def __init__(self, units: Sequence[Unit], comm: Comm, pool: Pool, device: torch.device) -> None:
-        self.flats = [flat for unit in units for flat in unit.flats if flat.requires_grad]
+        self._all = [flat for unit in units for flat in unit.flats]
+        self.flats: list[Flat] = []  # those with anything to be trained
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
         self._in_flight: Flight | None = None
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
-        self._stats = torch.zeros(len(self.flats), 2, dtype=torch.float64, device=device)
+        self._stats = torch.zeros(len(self._all), 2, dtype=torch.float64, device=device)
         self._present: dict[Flat, list[bool]] = {}
         self._failed = False  # whether the backward has raised on this rank
         # (5 + parameters,) float64, being all-reduced: sum of squares, non-finite flag, failures,
@@ -45,13 +46,23 @@ class Reducer:
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
         self._scaled: torch.Tensor | None = None  # (1,) fp32, all factors since the reduction
-        sizes = [Route.bytes_of(flat, comm) for flat in self.flats]
-        packed, chunks = (max(column, default=0) for column in zip((0, 0), *sizes, strict=True))
-        pool.reserve_scratch(packed=packed, chunks=chunks)
-        for flat in self.flats:
+        for flat in self._all:
             flat.grads.on_query = self.settle
             flat.grads.on_access = self.apply_scale
             flat.grads.on_change = self.forget_norm
+        self.find_trained()
+
+    def find_trained(self) -> None:
+        """Find out what there is to reduce, at first and when parameters were frozen or not."""
+        self.flats = [flat for flat in self._all if flat.requires_grad]
+        self._stats.zero_()
+        self._routes.clear()
+        sizes = [Route.bytes_of(flat, self._comm) for flat in self.flats]
+        packed, chunks = (max(column, default=0) for column in zip((0, 0), *sizes, strict=True))
+        self._pool.reserve_scratch(packed=packed, chunks=chunks)
+        for flat in self._all:
+            if not flat.requires_grad and not any(flat.grads.present):
+                flat.grads.free()
 
     # --- one backward ----------------------------------------------------------------------------
 
@@ -105,7 +116,10 @@ class Reducer:
         failures, place, strays, *present = summary[2:].tolist()
         flags = iter(present)
         for flat in self.flats:
-            flat.grads.present = [next(flags) > 0 or had for had in flat.grads.present]
+            flat.grads.arrived = [next(flags) > 0 for _ in flat.names]
+            flat.grads.present = [
+                new or had for new, had in zip(flat.grads.arrived, flat.grads.present, strict=True)
+            ]
         if strays > 0:
             self.on_strayed()
         if failures > 0:
@@ -135,7 +149,7 @@ class Reducer:
                 mean = 1.0 / self._comm.world
                 flat.grads.pack(route.packed, mean if early else 1.0)
                 note("reduce", unit)
-                stats = self._stats[self.flats.index(flat)]
+                stats = self._stats[self._all.index(flat)]
                 scale = 1.0 if early else mean
                 flight = Flight(flat, route, scale, stats, self._comm, tag)
                 self._in_flight = flight

@@ -67,11 +67,13 @@ class Schedule:
         self.optimizers: weakref.WeakSet[HoldsStates] = weakref.WeakSet()  # zshard's own
         self._order: list[Unit] = []  # units as the last forward called them
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
+        self._trained_changed = False
         self._handled: BaseException | None = None  # around the forward under way
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
         for unit in units:
             for flat in unit.flats:
                 flat.schedule = self
+                flat.before_set_trained = self._before_set_trained
             self._hook(unit)
 
     def _hook(self, unit: Unit) -> None:
@@ -239,6 +241,21 @@ class Schedule:
             if unit.outdated:
                 self.crew.reshard(unit)
         self.renew()  # what has not been since the step: another library's optimizer took it
+
+    def _before_set_trained(self, name: str) -> None:
+        if self.phase is not Phase.IDLE and not self.backward.raised:
+            raise StateError(
+                f"{name}: requires_grad cannot change inside a forward or backward; change it "
+                "between steps"
+            )
+        self._trained_changed = True
+
+    def settle_trained(self) -> None:
+        """Take in which parameters were frozen and unfrozen since."""
+        if self._trained_changed:
+            self._trained_changed = False
+            self.reducer.find_trained()
+            self.agreement.forget_trained()
 
     def parameters(self) -> list[Sharded]:
         """Every sharded parameter, in the order of the units."""

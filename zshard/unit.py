@@ -99,7 +99,6 @@ class Unit:
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self._inputs: list[tuple[torch.Tensor, int]] = []  # of the forward under way
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
-        self.trainable = sum(len(f.params) for f in self.flats if f.requires_grad)
         self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None
         self._comm, self._pool = comm, pool
         self._home: Slot | None = None
@@ -317,9 +316,14 @@ class Unit:
         return done
 
     @property
+    def trained(self) -> int:
+        """Parameters that require a gradient."""
+        return sum(sum(flat.trained) for flat in self.flats)
+
+    @property
     def all_fired(self) -> bool:
-        """Whether every trainable parameter has its gradient of this backward."""
-        return len(self.fired) == self.trainable
+        """Whether every trained parameter has its gradient of this backward."""
+        return len(self.fired) == self.trained
 
     @property
     def may_free_early(self) -> bool:
@@ -328,7 +332,7 @@ class Unit:
         A node that reads a trainable weight also makes its gradient, so after the last gradient no
         node is left that reads one. That says nothing of frozen weights.
         """
-        return all(flat.requires_grad for flat in self.flats)
+        return all(all(flat.trained) for flat in self.flats)
 
 
 def _aligned(nbytes: int) -> int:

@@ -184,11 +184,6 @@ def check_parameters(specs: Sequence[UnitSpec]) -> torch.device:
                     f"{owned.name} has dtype {param.dtype}; zshard shards float32, bfloat16, "
                     "float16 and float64. Name it in ignored=[...] to leave it whole."
                 )
-            if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-                raise WrapError(
-                    f"{owned.name} has hooks, which would not run: autograd never sees the sharded "
-                    "parameter. Remove them before zshard.wrap."
-                )
             if param.grad is not None:
                 raise WrapError(
                     f"{owned.name} has a gradient already; call zero_grad() before zshard.wrap"

@@ -143,8 +143,8 @@ def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
 def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
     full = _gather(flat, flat.master.read(), schedule).to(flat.dtypes.param)
     return [
-        nn.Parameter(segment.view_of(full), requires_grad=flat.requires_grad)
-        for segment in flat.layout.segments
+        nn.Parameter(segment.view_of(full), requires_grad=trained)
+        for segment, trained in zip(flat.layout.segments, flat.trained, strict=True)
     ]
 
 

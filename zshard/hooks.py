@@ -1,0 +1,60 @@
+"""Hooks that users put on parameters: kept here, since autograd never sees a sharded parameter.
+
+A parameter's hooks from before zshard.wrap are taken over with the very dictionaries that torch
+made, so that handles given out then still remove them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+GradHook = Callable[[torch.Tensor], torch.Tensor | None]
+ParamHook = Callable[[torch.Tensor], None]
+_Hook = TypeVar("_Hook", GradHook, ParamHook)
+
+
+class Hooks(Generic[_Hook]):
+    """Hooks of one kind, in the order of registration."""
+
+    def __init__(self, taken_over: dict[int, _Hook] | None) -> None:
+        self._hooks: dict[int, _Hook] = OrderedDict() if taken_over is None else taken_over
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def add(self, hook: _Hook) -> RemovableHandle:
+        """Register ``hook``; the handle removes it."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def in_order(self) -> list[_Hook]:
+        """The hooks to be called now; one may remove itself meanwhile."""
+        return list(self._hooks.values())
+
+
+class ParamHooks:
+    """The hooks of one parameter.
+
+    Attributes:
+        on_grad: get this rank's whole gradient, and may return another.
+        after_reduction: get the parameter, once its reduced gradient is there.
+    """
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.on_grad: Hooks[GradHook] = Hooks(param._backward_hooks)
+        self.after_reduction: Hooks[ParamHook] = Hooks(
+            getattr(param, "_post_accumulate_grad_hooks", None)
+        )
+
+    def change(self, grad: torch.Tensor) -> torch.Tensor:
+        """What the hooks make of ``grad``."""
+        for hook in self.on_grad.in_order():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad
