@@ -145,6 +145,27 @@ def test_error_if_nonfinite_raises_on_every_rank_and_changes_nothing() -> None:
         assert torch.equal(after, before)
 
 
+def after_a_nan(rank: int, world_size: int, set_to_none: bool) -> Tensor:
+    """The norm of a step that follows one whose clip factor was NaN."""
+    model = zshard.wrap(models.build("odd_parameters"))
+    nan, finite = models.batches("odd_parameters", 2, rank)
+    (models.loss_of(model, nan) * math.nan).backward()
+    assert math.isnan(zshard.clip_grad_norm_(model, 1.0))
+    model.zero_grad(set_to_none)
+    models.loss_of(model, finite).backward()
+    return zshard.clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_nan_norm_is_gone_after_zero_grad_from_the_padding_too(world_size: int) -> None:
+    for set_to_none in (False, True):
+        if world_size == 1:
+            norms = [after_a_nan(0, 1, set_to_none)]
+        else:
+            norms = run_ranks(after_a_nan, world_size, set_to_none)
+        assert all(norm.isfinite() for norm in norms), f"set_to_none={set_to_none}: {norms}"
+
+
 def test_clipping_by_parameters_equals_clipping_by_model() -> None:
     norms = []
     for by_parameters in (False, True):

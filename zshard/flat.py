@@ -270,10 +270,15 @@ class Flat:
         """Make the gradient shard ready to be added to; False where it is to be overwritten."""
         if not any(self.has_grad):
             return False
-        for index, present in enumerate(self.has_grad):
-            if not present:  # dropped since: its stale values must not enter the sum
-                begin, end, _ = self._locals[index]
-                self.grad_buffer()[begin:end].zero_()
+        # What no gradient fills must not enter the sum: the stale values of one that was dropped,
+        # and the padding, which a NaN clip factor makes NaN.
+        grad, filled = self.grad_buffer(), 0
+        for (begin, end, _), present in zip(self._locals, self.has_grad, strict=True):
+            if present and begin < end:
+                if filled < begin:
+                    grad[filled:begin].zero_()
+                filled = end
+        grad[filled:].zero_()
         return True
 
 
