@@ -15,7 +15,7 @@ N times the sum of squares is not the square of the sum, the marks differ, and e
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from . import ops
 from .comm import Comm, Handle, Tag
 from .errors import MismatchError
 from .flat import Flat
+from .param import Sharded
 from .pool import Pool
 from .streams import Mark, compute_waits
 from .unit import Unit
@@ -233,9 +234,17 @@ class Reducer:
     def sum_of_squares(self) -> torch.Tensor | None:
         """0-d float64, of all gradients on all ranks; None if they were changed since."""
         self.settle()
-        if self._sum_of_squares is None or self.grad_scale is None:
-            return self._sum_of_squares
-        return self._sum_of_squares * self.grad_scale[0].double() ** 2
+        return self._sum_of_squares
+
+    def covers(self, params: Iterable[Sharded]) -> bool:
+        """Whether ``params`` include every parameter that has a gradient."""
+        given = {id(param) for param in params}
+        return all(
+            id(param) in given
+            for flat in self.flats
+            for param, present in zip(flat.params, flat.has_grad, strict=True)
+            if present
+        )
 
     def apply_scale(self) -> None:
         """Multiply the gradients by the clip factor that zshard's optimizers apply on the fly."""
@@ -244,13 +253,14 @@ class Reducer:
             for flat in self.flats:
                 if any(flat.has_grad):
                     flat.grad_buffer().mul_(self.grad_scale)
-            # Kept up to date, not forgotten: one rank may look while the others do not, and all
-            # have to agree on whether clipping communicates.
-            self._sum_of_squares = self.sum_of_squares
             self.grad_scale = None
 
     def scale_by(self, factor: torch.Tensor) -> None:
         """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them."""
+        if self._sum_of_squares is not None:
+            # Here, not where the factor is applied: one rank may look at a gradient while the
+            # others do not, and all have to agree on the bits of the next clip factor.
+            self._sum_of_squares = self._sum_of_squares * factor.double() ** 2
         factor = factor.view(1)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
 
