@@ -199,7 +199,8 @@ class Flat:
         """Make the gradient shard hold what the user is to see.
 
         Raises:
-            StateError: if part of the gradient is held back by no_sync.
+            StateError: if part of the gradient is held back by no_sync; if it is fp16 and still has
+                to be divided by a loss scale.
         """
         if self.holds_back(index):
             raise StateError(
@@ -207,12 +208,22 @@ class Flat:
                 "yet. Run the last backward of the step outside no_sync, or drop it with "
                 "zero_grad(set_to_none=True)."
             )
+        self._apply_scale(index)
+
+    def _apply_scale(self, index: int) -> None:
+        if self.dtypes.reduce == torch.float16 and self.schedule.reducer.unscales:
+            raise StateError(
+                f"{self.names[index]}: its gradient is float16 and is divided by the loss scale as "
+                "zshard.AdamW or zshard.Adam reads it; in float16 small values would become 0. "
+                "Look at gradients before scaler.unscale_, or reduce in fp32 "
+                "(zshard.Precision.fp16()), which torch's optimizers need too."
+            )
         self.on_grad_access()
 
     def set_grad(self, index: int, value: torch.Tensor | None) -> None:
         """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
         if value is not None:
-            self.on_grad_access()
+            self._apply_scale(index)
         self.on_grad_change()
         self._held[index] = None  # what no_sync has held back goes with it
         if value is None:

@@ -74,7 +74,9 @@ class Reducer:
         self._summary: torch.Tensor | None = None
         self._summary_handle: Handle | None = None
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
+        self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
+        self.unscales = False  # whether grad_scale takes a loss scale away
         reduced = [f.layout.numel * f.dtypes.reduce.itemsize for f in self.flats]
         rows = [
             nbytes * comm.chunks(flat.dtypes.reduce) // comm.size
@@ -94,7 +96,7 @@ class Reducer:
         self.settle()
         if any(any(flat.has_grad) for flat in self.flats):
             self.apply_scale()
-        self.grad_scale = None
+        self.grad_scale, self.unscales = None, False
         self._next = 0
         self._ready.clear()
         self._reduced.clear()
@@ -137,7 +139,7 @@ class Reducer:
         if self._summary_handle is not None:
             self._summary_handle.wait()
         summary, self._summary, self._summary_handle = self._summary, None, None
-        self._sum_of_squares = summary[0]
+        self._sum_of_squares, self._non_finite = summary[:2]
         marks, squares, *present = summary[2:].tolist()
         if squares * self._comm.size != marks * marks:
             self._raise_desync()
@@ -236,6 +238,12 @@ class Reducer:
         self.settle()
         return self._sum_of_squares
 
+    @property
+    def non_finite(self) -> torch.Tensor | None:
+        """0-d float64, not 0 if any gradient is not finite; None if they were changed since."""
+        self.settle()
+        return None if self._sum_of_squares is None else self._non_finite
+
     def covers(self, params: Iterable[Sharded]) -> bool:
         """Whether ``params`` include every parameter that has a gradient."""
         given = {id(param) for param in params}
@@ -247,22 +255,27 @@ class Reducer:
         )
 
     def apply_scale(self) -> None:
-        """Multiply the gradients by the clip factor that zshard's optimizers apply on the fly."""
+        """Multiply the gradients by the factor that zshard's optimizers apply on the fly."""
         self.settle()
         if self.grad_scale is not None:
             for flat in self.flats:
                 if any(flat.has_grad):
                     flat.grad_buffer().mul_(self.grad_scale)
-            self.grad_scale = None
+            self.grad_scale, self.unscales = None, False
 
-    def scale_by(self, factor: torch.Tensor) -> None:
-        """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them."""
+    def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
+        """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them.
+
+        Args:
+            unscales: this is the inverse of a loss scale; see ``Flat.before_grad_access``.
+        """
         if self._sum_of_squares is not None:
             # Here, not where the factor is applied: one rank may look at a gradient while the
             # others do not, and all have to agree on the bits of the next clip factor.
             self._sum_of_squares = self._sum_of_squares * factor.double() ** 2
         factor = factor.view(1)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
+        self.unscales = self.unscales or unscales
 
     def forget_norm(self) -> None:
         """Note that gradients may have changed since the reduction."""
