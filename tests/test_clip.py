@@ -139,20 +139,69 @@ def test_a_nan_in_one_shard_is_not_lost_in_the_maximum_over_ranks(norm_type: flo
     assert all(math.isnan(norm) for norm in run_ranks(one_nan, 2, norm_type))
 
 
-def test_error_if_nonfinite_raises_on_every_rank_and_changes_nothing() -> None:
-    for message, after, before in run_ranks(planted, 2, math.nan, 2.0, True):
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_error_if_nonfinite_raises_on_every_rank_and_changes_nothing(norm_type: float) -> None:
+    for message, after, before in run_ranks(planted, 2, math.nan, norm_type, True):
         assert "non-finite" in message and "norm" in message
         assert torch.equal(after, before)
 
 
-def test_clipping_by_parameters_equals_clipping_by_model() -> None:
+def after_a_nan(rank: int, world_size: int, set_to_none: bool) -> Tensor:
+    """The norm of a step that follows one whose clip factor was NaN."""
+    model = zshard.wrap(models.build("odd_parameters"))
+    nan, finite = models.batches("odd_parameters", 2, rank)
+    (models.loss_of(model, nan) * math.nan).backward()
+    assert math.isnan(zshard.clip_grad_norm_(model, 1.0))
+    model.zero_grad(set_to_none)
+    models.loss_of(model, finite).backward()
+    return zshard.clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_nan_norm_is_gone_after_zero_grad_from_the_padding_too(world_size: int) -> None:
+    for set_to_none in (False, True):
+        if world_size == 1:
+            norms = [after_a_nan(0, 1, set_to_none)]
+        else:
+            norms = run_ranks(after_a_nan, world_size, set_to_none)
+        assert all(norm.isfinite() for norm in norms), f"set_to_none={set_to_none}: {norms}"
+
+
+def by_trained_parameters(rank: int, world_size: int) -> tuple[Tensor, Tensor, int]:
+    """The norm by the model and by its trained parameters, and what the latter communicates."""
     norms = []
     for by_parameters in (False, True):
-        model = zshard.wrap(models.build("blocks"))
-        models.loss_of(model, models.batches("blocks", 1)[0]).backward()
-        target = list(model.parameters()) if by_parameters else model
+        model = zshard.wrap(models.build("frozen"))
+        models.loss_of(model, models.batches("frozen", 1, rank)[0]).backward()
+        calls = zshard.stats(model).calls["all_reduce"]
+        target = [p for p in model.parameters() if p.requires_grad] if by_parameters else model
         norms.append(zshard.clip_grad_norm_(target, 0.05))
-    assert torch.equal(norms[0], norms[1])
+    return norms[0], norms[1], zshard.stats(model).calls["all_reduce"] - calls
+
+
+def test_clipping_by_all_trained_parameters_is_clipping_by_model() -> None:
+    for by_model, by_parameters, calls in run_ranks(by_trained_parameters, 2):
+        assert torch.equal(by_model, by_parameters) and calls == 0
+
+
+def look_on_one_rank(rank: int, world_size: int, norm_type: float, look: bool) -> list[float]:
+    model = zshard.wrap(models.build("blocks"))
+    models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
+    norms = []
+    for limit in (0.2, 0.05, 0.01):
+        norms.append(float(zshard.clip_grad_norm_(model, limit, norm_type)))
+        if look and rank == 0:
+            model.get_parameter("outlet.bias").grad.abs()  # applies what is pending on this rank
+    return norms
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_the_ranks_agree_on_every_norm_though_one_has_looked_in_between(norm_type: float) -> None:
+    first, second = run_ranks(look_on_one_rank, 2, norm_type, True)
+    assert first == second
+    undisturbed = run_ranks(look_on_one_rank, 2, norm_type, False)[0]
+    assert first == pytest.approx(undisturbed, rel=1e-6)
+    assert first[1:] == pytest.approx([0.2, 0.05], rel=1e-4)
 
 
 def test_clipping_without_any_gradient_gives_zero() -> None:

@@ -17,6 +17,7 @@ from .errors import (
 )
 from .optim import Adam, AdamW
 from .precision import Precision
+from .scaler import GradScaler
 from .session import memory, no_sync, reset, stats, trace
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
 from .wrap import wrap
@@ -27,6 +28,7 @@ __all__ = [
     "CommError",
     "CommStats",
     "Error",
+    "GradScaler",
     "InputError",
     "MismatchError",
     "OptimizerError",

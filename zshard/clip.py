@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from .batches import has_grad
 from .comm import Tag
 from .errors import InputError, StateError
 from .param import Sharded
@@ -48,18 +49,16 @@ def clip_grad_norm_(
         raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
     schedule.backward.require_gradients()
     reducer = schedule.reducer
-    known = reducer.sum_of_squares if params is None and norm_type == 2.0 else None
-    if known is not None:
-        norm = known.sqrt().float()
-    else:
-        norm = _norm(schedule, params or schedule.parameters(), float(norm_type))
+    everything = reducer.covers(params)
+    known = reducer.sum_of_squares if everything and norm_type == 2.0 else None
+    norm = _norm(schedule, params, float(norm_type)) if known is None else known.sqrt().float()
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise StateError(
             f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "
             "be clipped. Skip the step, or pass error_if_nonfinite=False."
         )
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    if params is None:
+    if everything:
         reducer.scale_by(factor)
     else:
         for param in params:
@@ -70,10 +69,10 @@ def clip_grad_norm_(
 
 def _resolve(
     model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
-) -> tuple[Schedule, list[Sharded] | None]:
-    """The schedule, and the parameters unless they are all of the model's."""
+) -> tuple[Schedule, list[Sharded]]:
     if isinstance(model_or_params, nn.Module):
-        return schedule_of(model_or_params), None
+        schedule = schedule_of(model_or_params)
+        return schedule, schedule.parameters()
     given = [model_or_params] if isinstance(model_or_params, torch.Tensor) else [*model_or_params]
     params = [param for param in given if isinstance(param, Sharded)]
     if len(params) != len(given) or not params:
@@ -84,21 +83,23 @@ def _resolve(
     schedules = {id(param.flat.schedule): param.flat.schedule for param in params}
     if len(schedules) > 1:
         raise InputError("the parameters belong to several wrapped models; clip each on its own")
-    schedule = next(iter(schedules.values()))
-    everything = {id(param) for param in schedule.parameters()} == {id(param) for param in params}
-    return schedule, None if everything else params
+    return next(iter(schedules.values())), params
 
 
 def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
     """The p-norm of the parameters' gradients over all ranks, 0-d fp32."""
-    # What every rank has whole (ddp) counts once.
-    counted = [p for p in params if schedule.comm.rank == 0 or not p.flat.strategy.replicated]
-    grads = [g.local.double() for param in counted if isinstance(g := param.grad, Sharded)]
-    powers = [
-        g.abs().max() if math.isinf(p) else g.abs().pow(p).sum() for g in grads if g.numel() > 0
-    ]
-    device = params[0].device
-    total = torch.zeros(1, dtype=torch.float64, device=device)
+    scale = schedule.reducer.grad_scale
+    pending = 1.0 if scale is None else scale.double()
+    powers = []
+    for param in params:
+        begin, end, _ = param.flat.local(param.segment)
+        # What every rank has whole (ddp) counts once.
+        counts = schedule.comm.rank == 0 or not param.flat.strategy.replicated
+        if counts and has_grad(param) and begin < end:
+            # Not param.grad, which would apply the pending factor to all gradients.
+            grad = param.flat.grads.owned()[begin:end].double().abs() * pending
+            powers.append(grad.max() if math.isinf(p) else grad.pow(p).sum())
+    total = torch.zeros(1, dtype=torch.float64, device=params[0].device)
     if powers:
         stacked = torch.stack(powers).double()
         total[0] = stacked.max() if math.isinf(p) else stacked.sum()

@@ -232,7 +232,7 @@ class Comm:
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
         """Replace ``value`` by that of the first of all ranks, in place."""
-        for over in self._axes():
+        for over in self.axes:
             with self.named_errors("broadcast", tag):
                 self._count("broadcast", _bytes(value) if over.rank == 0 else 0, tag)
                 dist.broadcast(value, group=over.group, group_src=0)
@@ -242,7 +242,7 @@ class Comm:
         if self.world == 1:
             return [list(words)]
         mine = torch.tensor(words, dtype=torch.int64)
-        for over in self._axes():
+        for over in self.axes:
             everyone = torch.empty(over.size * mine.numel(), dtype=torch.int64)
             with self.named_errors("agree", tag):
                 self._count("agree", mine.nbytes * (over.size - 1), tag)
@@ -253,7 +253,7 @@ class Comm:
     def all_gather_object(self, value: object, tag: Tag) -> list[object]:
         """Every rank's ``value``, in the order of ``place``. For set-up, not for steps."""
         everyone = [value]
-        for over in self._axes():
+        for over in self.axes:
             out: list[list[object]] = [[] for _ in range(over.size)]
             with self.named_errors("all_gather_object", tag):
                 self._count("all_gather_object", 0, tag)
@@ -261,7 +261,9 @@ class Comm:
             everyone = [item for part in out for item in part]
         return everyone
 
-    def _axes(self) -> list[Ranks]:
+    @property
+    def axes(self) -> list[Ranks]:
+        """Along which a collective over all ranks goes, one after the other."""
         return [over for over in (self.shards, self.replicas) if over.size > 1]
 
     def _count(self, op: str, sent: int, tag: Tag) -> None:

@@ -100,7 +100,7 @@ class Gradients:
         """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
         flat = self._flat
         if value is not None:
-            self.on_access()
+            self._apply_scale(index)
         self.on_change()
         self._held[index] = None  # what no_sync has held back goes with it
         if value is None:
@@ -117,13 +117,25 @@ class Gradients:
         """Make the gradient shard hold what the user is to see.
 
         Raises:
-            StateError: if part of the gradient is held back by no_sync.
+            StateError: if part of the gradient is held back by no_sync; if it is fp16 and still has
+                to be divided by a loss scale.
         """
         if self.is_held_back(index):
             raise StateError(
                 f"{self._flat.names[index]}: its gradient is held back by zshard.no_sync and not "
                 "reduced yet. Run the last backward of the step outside no_sync, or drop it with "
                 "zero_grad(set_to_none=True)."
+            )
+        self._apply_scale(index)
+
+    def _apply_scale(self, index: int) -> None:
+        flat = self._flat
+        if flat.dtypes.reduce == torch.float16 and flat.schedule.reducer.unscales:
+            raise StateError(
+                f"{flat.names[index]}: its gradient is float16 and is divided by the loss scale as "
+                "zshard's optimizers read it; in float16 small values would become 0. Look at "
+                "gradients before scaler.unscale_, or reduce in fp32 (zshard.Precision.fp16()), "
+                "which torch's optimizers need too."
             )
         self.on_access()
 
@@ -210,8 +222,14 @@ class Gradients:
         """Make the gradient shard ready to be added to; False where it is to be overwritten."""
         if not any(self.present):
             return False
+        # What no gradient fills must not enter the sum: the stale values of one that was dropped,
+        # and the padding, which a NaN clip factor makes NaN.
+        grad, filled = self.owned(), 0
         for index, present in enumerate(self.present):
-            if not present:  # dropped since: its stale values must not enter the sum
-                begin, end, _ = self._flat.local(index)
-                self.owned()[begin:end].zero_()
+            begin, end, _ = self._flat.local(index)
+            if present and begin < end:
+                if filled < begin:
+                    grad[filled:begin].zero_()
+                filled = end
+        grad[filled:].zero_()
         return True

@@ -197,6 +197,7 @@ class Sharded(torch.Tensor):
             for grad in sharded:
                 if isinstance(grad, ShardedGrad):
                     grad.flat.grads.drop_held_back(grad.segment)
+                    grad.flat.grads.on_access()  # zeros are fine where a look would be refused
         if func is torch.ops.aten.copy_.default and isinstance(target := args[0], Sharded):
             args = (target, _own_slice(target, args[1]), *args[2:])
             if target._local is None:
@@ -242,6 +243,12 @@ def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
     foreach = name.startswith("aten::_foreach_") and not name.startswith(_NOT_ELEMENTWISE_FOREACH)
     if foreach or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
         return
+    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        raise ShardedAccessError(
+            f"{sharded[0].fqn}: torch.amp.GradScaler would look for overflow in this rank's shards "
+            "alone, and ranks would skip different steps. Use zshard.GradScaler instead; it takes "
+            "the same arguments."
+        )
     raise ShardedAccessError(
         f"{name} needs the whole of {sharded[0].fqn!r} {tuple(sharded[0].shape)}, of which this "
         f"rank holds {sharded[0]._numel()} elements. In a forward: the parameter is used "

@@ -10,7 +10,7 @@ ranks' backward has raised an exception.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -19,6 +19,7 @@ from .comm import Comm, Handle, Tag
 from .errors import StateError
 from .flat import Flat
 from .flight import Flight, Route
+from .param import Sharded
 from .pool import Pool
 from .unit import Unit
 
@@ -44,8 +45,9 @@ class Reducer:
         self._summary: torch.Tensor | None = None
         self._summary_handle: Handle | None = None
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
+        self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
-        self._scaled: torch.Tensor | None = None  # (1,) fp32, all factors since the reduction
+        self.unscales = False  # whether grad_scale takes a loss scale away
         for flat in self._all:
             flat.grads.on_query = self.settle
             flat.grads.on_access = self.apply_scale
@@ -71,7 +73,7 @@ class Reducer:
         self.settle()
         if any(any(flat.grads.present) for flat in self.flats):
             self.apply_scale()
-        self.grad_scale = self._scaled = None
+        self.grad_scale, self.unscales = None, False
         self._present.clear()
 
     def finish(self, tag: Tag, *, failed: bool, strayed: bool) -> None:
@@ -95,11 +97,10 @@ class Reducer:
         self._summary = torch.cat((self._stats.sum(0), summary.to(self._device)))
         if self.flats:
             tag = tag._replace(phase="reduce", unit="norm")
-            for over in (self._comm.shards, self._comm.replicas):
-                if over.size > 1:
-                    if self._summary_handle is not None:
-                        self._summary_handle.wait()
-                    self._summary_handle = self._comm.all_reduce(self._summary, tag, over)
+            for over in self._comm.axes:
+                if self._summary_handle is not None:
+                    self._summary_handle.wait()
+                self._summary_handle = self._comm.all_reduce(self._summary, tag, over)
 
     def settle(self) -> None:
         """Take in what the last backward's all-reduce said, if that has not been done.
@@ -112,7 +113,7 @@ class Reducer:
         if self._summary_handle is not None:
             self._summary_handle.wait()
         summary, self._summary, self._summary_handle = self._summary, None, None
-        self._sum_of_squares = summary[0]
+        self._sum_of_squares, self._non_finite = summary[:2]
         failures, place, strays, *present = summary[2:].tolist()
         flags = iter(present)
         for flat in self.flats:
@@ -179,26 +180,46 @@ class Reducer:
     def sum_of_squares(self) -> torch.Tensor | None:
         """0-d float64, of all gradients on all ranks; None if they were changed since."""
         self.settle()
-        if self._sum_of_squares is None or self._scaled is None:
-            return self._sum_of_squares
-        return self._sum_of_squares * self._scaled[0].double() ** 2
+        return self._sum_of_squares
+
+    @property
+    def non_finite(self) -> torch.Tensor | None:
+        """0-d float64, not 0 if any gradient is not finite; None if they were changed since."""
+        self.settle()
+        return None if self._sum_of_squares is None else self._non_finite
+
+    def covers(self, params: Iterable[Sharded]) -> bool:
+        """Whether ``params`` include every parameter that has a gradient."""
+        given = {id(param) for param in params}
+        return all(
+            id(param) in given
+            for flat in self.flats
+            for param, present in zip(flat.params, flat.grads.present, strict=True)
+            if present
+        )
 
     def apply_scale(self) -> None:
-        """Multiply the gradients by the clip factor that zshard's optimizers apply on the fly."""
+        """Multiply the gradients by the factor that zshard's optimizers apply on the fly."""
         self.settle()
         if self.grad_scale is not None:
             for flat in self.flats:
                 if any(flat.grads.present):
                     flat.grads.owned().mul_(self.grad_scale)
-            self.grad_scale = None
+            self.grad_scale, self.unscales = None, False
 
-    def scale_by(self, factor: torch.Tensor) -> None:
-        """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them."""
+    def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
+        """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them.
+
+        Args:
+            unscales: this is the inverse of a loss scale; see ``Gradients.before_access``.
+        """
+        if self._sum_of_squares is not None:
+            # Here, not where the factor is applied: one rank may look at a gradient while the
+            # others do not, and all have to agree on the bits of the next clip factor.
+            self._sum_of_squares = self._sum_of_squares * factor.double() ** 2
         factor = factor.view(1)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
-        # The norm follows the factors, not what was applied: one rank may look at its gradients
-        # while the others do not, and all have to find the same norm.
-        self._scaled = factor if self._scaled is None else self._scaled * factor
+        self.unscales = self.unscales or unscales
 
     def forget_norm(self) -> None:
         """Note that gradients may have changed since the reduction."""
