@@ -18,7 +18,7 @@ from .errors import (
 from .optim import Adam, AdamW
 from .precision import Precision
 from .scaler import GradScaler
-from .session import memory, no_sync, reset, stats, trace
+from .session import memory, method, no_sync, reset, stats, trace
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
 from .wrap import wrap
 
@@ -43,6 +43,7 @@ __all__ = [
     "local_shards",
     "mark_updated",
     "memory",
+    "method",
     "no_sync",
     "reset",
     "stats",

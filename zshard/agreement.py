@@ -46,7 +46,7 @@ class Message(NamedTuple):
     """One rank's part of a meeting."""
 
     ask: Ask
-    unit: int = 0  # index in the unit map; to begin a backward, a digest of what is trained
+    word: int = 0  # index of a unit, or more about the phase: of a backward, what it trains
     digest: int = 0  # of what the phase depends on
 
 
@@ -87,13 +87,19 @@ class Agreement:
 
     # --- phases ----------------------------------------------------------------------------------
 
-    def begin(self, ask: Ask, about: str, label: str, *, reduces: bool = False) -> None:
+    def begin(
+        self, ask: Ask, about: str, label: str, *, reduces: bool = False, word: int = 0
+    ) -> list[int]:
         """Begin a phase together with all other ranks.
 
         Args:
             about: what its program depends on; may differ between ranks.
             label: what errors call it.
             reduces: whether it ends with every unit reduced.
+            word: what to tell the other ranks besides.
+
+        Returns:
+            The words of all ranks.
 
         Raises:
             MismatchError: on every rank, if another begins something else.
@@ -101,13 +107,15 @@ class Agreement:
         # Backward meets units in about the reverse of the unit map's order.
         trained = [u.index for u in reversed(self._units) if u.trained] if reduces else []
         names = self._trained_names() if reduces else ""
-        message = Message(ask, zlib.crc32(names.encode()), zlib.crc32(about.encode()))
+        word = zlib.crc32(names.encode()) if reduces else word
+        message = Message(ask, word, zlib.crc32(about.encode()))
         messages = self._meet(message, label)
         if self._irregular:
             self._learn()
         if ask is Ask.CALL and len({message.digest for message in messages}) > 1:
             self._refuse(label)
-        if len({message.unit for message in messages}) > 1:
+        words = [message.word for message in messages]
+        if reduces and len(set(words)) > 1:
             self._refuse_trained(names)
         self._key = (ask, *(message.digest for message in messages))
         follow = self._steady or ask is not Ask.BACKWARD
@@ -116,6 +124,7 @@ class Agreement:
         self._at, self._reduces = 0, reduces
         self._trained = trained
         self._needed, self._ready, self._ready_on, self._reduced = [], set(), {}, set()
+        return words
 
     def finish(self) -> None:
         """End a phase: take part in what is left of the program."""
@@ -252,7 +261,7 @@ class Agreement:
         """Bring ``mine``; return when it is served, or all ranks are about to begin something."""
         while True:
             words = self._comm.all_gather_words(mine, Tag(0, "agree", label))
-            messages = [Message(Ask(ask), unit, digest) for ask, unit, digest in words]
+            messages = [Message(Ask(ask), word, digest) for ask, word, digest in words]
             if not any(message.ask in (Ask.GATHER, Ask.READY) for message in messages):
                 if len({message.ask for message in messages}) > 1:
                     self._refuse(label)
@@ -265,13 +274,13 @@ class Agreement:
     def _serve(self, mine: Message, messages: Sequence[Message]) -> None:
         for place, message in enumerate(messages):
             if message.ask is Ask.READY:
-                self._ready_on.setdefault(message.unit, set()).add(place)
+                self._ready_on.setdefault(message.word, set()).add(place)
         ended = {place for place, message in enumerate(messages) if message.ask is Ask.END}
         for index in self._trained:
             places = self._ready_on.get(index, set())
             if index not in self._reduced and places and len(places | ended) == len(messages):
                 self._reduce(index)
-        for index in dict.fromkeys(m.unit for m in messages if m.ask is Ask.GATHER):
+        for index in dict.fromkeys(m.word for m in messages if m.ask is Ask.GATHER):
             unit = self._units[index]
             if mine == Message(Ask.GATHER, index) and unit.state is State.SHARDED:
                 self._crew.gather(unit)

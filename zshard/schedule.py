@@ -14,16 +14,17 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from .agreement import Agreement, Ask
 from .backward import Backward
+from .buffers import Buffers
 from .comm import Comm
 from .crew import Crew
-from .errors import StateError
+from .errors import ShardedAccessError, StateError
 from .param import Sharded
 from .phase import Phase, inside_backward
 from .pool import Pool
@@ -61,6 +62,7 @@ class Schedule:
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
         self.precision, self.root = precision, units[0]
         self.reducer = Reducer(units, comm, pool, device)
+        self.buffers = Buffers(model, comm)
         self.crew = Crew(units, comm, self.reducer)
         self.agreement = Agreement(units, comm, prefetch, self.crew, self.reset)
         self.whole = False  # True inside full_params: the modules hold whole parameters
@@ -68,6 +70,7 @@ class Schedule:
         self._order: list[Unit] = []  # units as the last forward called them
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
         self._trained_changed = False
+        self._inside_method = ""  # the name of the method, other than forward, being run
         self._handled: BaseException | None = None  # around the forward under way
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
         for unit in units:
@@ -77,8 +80,8 @@ class Schedule:
             self._hook(unit)
 
     def _hook(self, unit: Unit) -> None:
-        # First among the pre-hooks and last among those set before wrap, so that these find the
-        # parameters gathered.
+        # First among the pre-hooks and last among the hooks, so that users' find the parameters
+        # gathered; ``Unit.let_hooks_see`` takes care of those set after wrap.
         is_root = unit is self.root
         before = self._root_before if is_root else self._before_hook(unit)
         after = self._root_after if is_root else self._after_hook(unit)
@@ -86,7 +89,8 @@ class Schedule:
         disable = torch.compiler.disable
         before, after = disable(before), disable(after)  # type: ignore[no-untyped-call]
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(after, always_call=is_root)
+        handle = unit.module.register_forward_hook(after, always_call=is_root)
+        unit.last_hook = handle.id
 
     def _before_hook(self, unit: Unit) -> Callable[..., None]:
         return lambda module, args, kwargs: self._before(unit, (args, kwargs))
@@ -106,11 +110,15 @@ class Schedule:
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         if self._bypassed():
             return None
-        if not inside_backward():
+        self.root.let_hooks_see()
+        if self._inside_method:  # a forward inside one of the model's other methods
+            self.agreement.finish()
+            self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward")
+        elif not inside_backward():
             if self.phase is not Phase.IDLE:  # the last forward or backward raised
                 self.reset()
             self._forget_last_forward()
-            self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward")
+            self._begin_forward()
             self.crew.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
             self._order, self._kept = [], None
         self.root.remember_inputs((args, kwargs))
@@ -122,9 +130,19 @@ class Schedule:
             return cast  # type: ignore[return-value]
         return None
 
+    def _begin_forward(self) -> None:
+        word = int(self.buffers.changed)
+        if any(self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward", word=word)):
+            self.buffers.broadcast()
+
     def _root_after(self, module: nn.Module, args: object, output: object) -> object:
         if self._bypassed():
             return None
+        if self._inside_method:
+            self.agreement.finish()
+            self.backward.note_forward(self.agreement.needed, self._gathered())
+            self.agreement.begin(Ask.CALL, self._inside_method, self._inside_method)
+            return output
         if self.phase is Phase.FORWARD and sys.exc_info()[1] is not self._handled:
             self.reset()  # called while an exception leaves forward
             return None
@@ -145,9 +163,32 @@ class Schedule:
         self.root.uninstall()
         return output
 
+    def run_method(
+        self,
+        name: str,
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        """Call a method of the model as its forward is called."""
+        if self._inside_method or self._bypassed():
+            return function(*args, **kwargs)
+        cast = self._root_before(self.model, args, kwargs)
+        args, kwargs = (args, kwargs) if cast is None else cast
+        self._inside_method = name
+        try:
+            output = function(*args, **kwargs)
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self._inside_method = ""
+        return self._root_after(self.model, args, output)
+
     def _before(self, unit: Unit, inputs: object) -> None:
         if self._bypassed():
             return
+        unit.let_hooks_see()
         unit.remember_inputs(inputs)
         if self.phase is Phase.FORWARD:
             self._order.append(unit)
@@ -276,6 +317,13 @@ class Schedule:
         for unit in self.units:
             self.crew.release(unit)
         self.crew.phase = Phase.IDLE
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardedAccessError(
+            "a wrapped model can neither be pickled nor copied: its parameters are shards of flat "
+            "buffers. Take whole tensors inside zshard.full_params(model); copy the plain model "
+            "before zshard.wrap."
+        )
 
     # --- small things ----------------------------------------------------------------------------
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
 
 from .comm import CommStats
+from .errors import InputError
 from .flat import Flat
 from .schedule import Schedule
 from .trace import Trace
@@ -49,6 +51,35 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         schedule.backward.sync = before
+
+
+def method(model: nn.Module, name: str) -> Callable[..., Any]:
+    """Make the method ``name`` of ``model`` gather parameters as forward does, and return it.
+
+    For methods that use parameters without going through ``model(...)``, such as an ``encode`` that
+    calls submodules. Inputs and outputs are cast, and backward works, as for forward; the method
+    may call the model itself. Every rank has to call it.
+
+    Raises:
+        InputError: if the model has no such method.
+    """
+    schedule = schedule_of(model)
+    function = getattr(model, name, None)
+    if not callable(function) or name == "forward":
+        raise InputError(
+            f"zshard.method: {type(model).__name__} has no method {name!r} to be called in place "
+            "of forward"
+        )
+    if hasattr(function, "__zshard_method__"):
+        return cast(Callable[..., Any], function)
+
+    @functools.wraps(function)
+    def gathered(*args: object, **kwargs: object) -> object:
+        return schedule.run_method(name, function, args, kwargs)
+
+    gathered.__zshard_method__ = True  # type: ignore[attr-defined]
+    setattr(model, name, gathered)
+    return gathered
 
 
 @contextmanager

@@ -99,6 +99,7 @@ class Unit:
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self._inputs: list[tuple[torch.Tensor, int]] = []  # of the forward under way
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
+        self.last_hook = 0  # id of the forward hook that ends the module's forward
         self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None
         self._comm, self._pool = comm, pool
         self._home: Slot | None = None
@@ -274,6 +275,12 @@ class Unit:
                 begin += _aligned(flat.full_bytes)
 
     # --- what goes in and out --------------------------------------------------------------------
+
+    def let_hooks_see(self) -> None:
+        """Have forward hooks that the user has set since come before the one that frees."""
+        hooks = self.module._forward_hooks
+        if next(reversed(hooks)) != self.last_hook:
+            hooks[self.last_hook] = hooks.pop(self.last_hook)
 
     def remember_inputs(self, inputs: object) -> None:
         """Note what goes into the module, to tell what only passes through."""

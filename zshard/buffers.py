@@ -1,0 +1,78 @@
+"""Persistent buffers, such as BatchNorm's statistics: every rank has those of the first, as in DDP.
+
+They stay whole. Before a forward, if any rank has changed one since the last, they are broadcast.
+(DDP does so before every forward, and for caches that are no part of the state too.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .comm import Comm, Tag
+from .errors import MismatchError
+
+
+class Buffers:
+    """The persistent buffers of ``model``."""
+
+    def __init__(self, model: nn.Module, comm: Comm) -> None:
+        self._comm = comm
+        # Modules may put other tensors in place of their buffers, but seldom get their first later.
+        self._modules = [(n, m) for n, m in model.named_modules() if m._buffers]
+        self._seen: list[tuple[int, int]] = []
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def _states(self) -> list[tuple[int, int]]:
+        # Tensors made in inference mode have no version, and cannot be changed outside of it.
+        buffers = [buffer for _, buffer in self._named()]
+        return [(id(b), 0 if b.is_inference() else b._version) for b in buffers]
+
+    @property
+    def changed(self) -> bool:
+        """Whether a buffer was written or replaced since the last ``broadcast``."""
+        return self._comm.world > 1 and self._states() != self._seen
+
+    def _facts(self) -> list[str]:
+        return [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in self._named()]
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Take the values of the first rank.
+
+        Raises:
+            MismatchError: on every rank, if the buffers differ in name, shape or dtype.
+        """
+        tag = Tag(0, "broadcast", "buffers")
+        own = self._facts()
+        digests = self._comm.all_gather_words([zlib.crc32("\n".join(own).encode())], tag)
+        if digests.count(digests[0]) < len(digests):
+            everyone = self._comm.all_gather_object(own, tag)
+            facts: list[set[str]] = [set(each) for each in everyone]  # type: ignore[call-overload]
+            differing = sorted(set[str]().union(*facts) - facts[0].intersection(*facts))
+            raise MismatchError(
+                f"persistent buffers differ between ranks: {', '.join(differing[:4])}. They are "
+                "part of the model's state and the same on every rank; register what depends on a "
+                "rank's batch with persistent=False."
+            )
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for _, buffer in self._named():
+            if buffer.numel() > 0:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self._comm.broadcast(flat.view(torch.uint8), tag)
+            begin = 0
+            for buffer in buffers:
+                end = begin + buffer.numel()
+                buffer.copy_(flat[begin:end].view(buffer.shape))
+                begin = end
+        self._seen = self._states()
