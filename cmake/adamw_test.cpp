@@ -14,19 +14,20 @@ using test::where;
 
 template <bool kDecoupled>
 void test_adamw() {
-    const AdamwHyper hyper{.lr = 1e-2,
-                           .beta1 = 0.9,
-                           .beta2 = 0.99,
-                           .eps = 1e-8,
-                           .weight_decay = 0.1,
-                           .decoupled = kDecoupled ? 1.0 : 0.0};
-    AdamwState state{.p = 0.75f, .m = 0.0f, .v = 0.0f};
-    double p = state.p;
+    const Adamw::Hyper hyper{.lr = 1e-2,
+                             .beta1 = 0.9,
+                             .beta2 = 0.99,
+                             .eps = 1e-8,
+                             .weight_decay = 0.1,
+                             .decoupled = kDecoupled ? 1.0 : 0.0};
+    float parameter = 0.75f;
+    float states[2] = {0.0f, 0.0f};
+    double p = parameter;
     double m = 0.0;
     double v = 0.0;
     for (int step = 1; step <= 200; ++step) {
         const float gradient = static_cast<float>(std::sin(0.7 * step) + 0.25);
-        state = adamw_update<kDecoupled>(state, gradient, adamw_factors(hyper, step));
+        Adamw::update<kDecoupled>(gradient, parameter, states, Adamw::factors(hyper, step));
 
         double g = gradient;
         if (kDecoupled) {
@@ -42,10 +43,11 @@ void test_adamw() {
 
         // About 16 fp32 roundings of values near 1, far below one step's 1e-2.
         const double tolerance = 2e-6;
-        const auto at = where("decoupled", kDecoupled, "step", step, "p", state.p, "in double", p);
-        check(std::abs(state.p - p) <= tolerance, "the parameter follows the paper", at);
-        check(std::abs(state.m - m) <= tolerance, "the first moment follows the paper", at);
-        check(std::abs(state.v - v) <= tolerance, "the second moment follows the paper", at);
+        const auto at =
+            where("decoupled", kDecoupled, "step", step, "p", parameter, "in double", p);
+        check(std::abs(parameter - p) <= tolerance, "the parameter follows the paper", at);
+        check(std::abs(states[0] - m) <= tolerance, "the first moment follows the paper", at);
+        check(std::abs(states[1] - v) <= tolerance, "the second moment follows the paper", at);
     }
 }
 

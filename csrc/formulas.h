@@ -149,28 +149,14 @@ ZSHARD_HD float join_master(SplitMaster planes) {
     return bit_cast<float>(bits);
 }
 
-// ---- AdamW ----
+// ---- optimizers ----
 
-// One segment's hyper-parameters as the caller gives them.
-struct AdamwHyper {
-    double lr, beta1, beta2, eps, weight_decay, decoupled;
-};
-
-// The same, for one step: computed in double, rounded once.
-struct AdamwFactors {
-    float beta2;
-    float one_minus_beta1;
-    float one_minus_beta2;
-    float eps;
-    float decay;      // decoupled: 1 - lr * weight_decay; L2: weight_decay
-    float step_size;  // lr / (1 - beta1^t)
-    float rescale;    // 1 / sqrt(1 - beta2^t)
-    int decoupled;
-};
-
-struct AdamwState {
-    float p, m, v;
-};
+// [Note: optimizer rules] The launchers in cpu/optim.h and cuda/optim.cuh take a rule. Its Hyper is
+// a row of `hypers` as the caller gives it; its Factors are the same for one step, computed in
+// double and rounded once. kStates is the number of fp32 buffers that a shard has beside its
+// master. update() takes one element's gradient and changes its parameter and states. branch() says
+// which of two updates a segment takes, so that no element has to ask, and used() how many of the
+// states, the first ones, that update reads and writes.
 
 // base^exponent by squaring: pow() differs between libraries, products do not.
 ZSHARD_HD double power(double base, int64_t exponent) {
@@ -182,34 +168,114 @@ ZSHARD_HD double power(double base, int64_t exponent) {
     return result;
 }
 
-// Factors of step number `step` (the first is 1).
-ZSHARD_HD AdamwFactors adamw_factors(const AdamwHyper& h, int64_t step) {
-    const bool decoupled = h.decoupled != 0.0;
-    const double decay = decoupled ? 1.0 - h.lr * h.weight_decay : h.weight_decay;
-    return {.beta2 = static_cast<float>(h.beta2),
-            .one_minus_beta1 = static_cast<float>(1.0 - h.beta1),
-            .one_minus_beta2 = static_cast<float>(1.0 - h.beta2),
-            .eps = static_cast<float>(h.eps),
-            .decay = static_cast<float>(decay),
-            .step_size = static_cast<float>(h.lr / (1.0 - power(h.beta1, step))),
-            .rescale = static_cast<float>(1.0 / sqrt(1.0 - power(h.beta2, step))),
-            .decoupled = decoupled};
-}
-
 // Adam: Kingma & Ba 2015 (arXiv:1412.6980), algorithm 1. Decoupled decay: Loshchilov & Hutter 2019
 // (arXiv:1711.05101), algorithm 2, with the decay taken before the step as torch does.
-template <bool kDecoupled>
-ZSHARD_HD AdamwState adamw_update(AdamwState s, float g, const AdamwFactors& c) {
-    if constexpr (kDecoupled) {
-        s.p *= c.decay;
-    } else {
-        g += s.p * c.decay;
+struct Adamw {
+    struct Hyper {
+        double lr, beta1, beta2, eps, weight_decay, decoupled;
+    };
+
+    struct Factors {
+        float beta2;
+        float one_minus_beta1;
+        float one_minus_beta2;
+        float eps;
+        float decay;      // decoupled: 1 - lr * weight_decay; L2: weight_decay
+        float step_size;  // lr / (1 - beta1^t)
+        float rescale;    // 1 / sqrt(1 - beta2^t)
+        int decoupled;
+    };
+
+    static constexpr int kStates = 2;
+
+    // Of step number `step` (the first is 1).
+    ZSHARD_HD static Factors factors(const Hyper& h, int64_t step) {
+        const bool decoupled = h.decoupled != 0.0;
+        const double decay = decoupled ? 1.0 - h.lr * h.weight_decay : h.weight_decay;
+        return {.beta2 = static_cast<float>(h.beta2),
+                .one_minus_beta1 = static_cast<float>(1.0 - h.beta1),
+                .one_minus_beta2 = static_cast<float>(1.0 - h.beta2),
+                .eps = static_cast<float>(h.eps),
+                .decay = static_cast<float>(decay),
+                .step_size = static_cast<float>(h.lr / (1.0 - power(h.beta1, step))),
+                .rescale = static_cast<float>(1.0 / sqrt(1.0 - power(h.beta2, step))),
+                .decoupled = decoupled};
     }
-    s.m += (g - s.m) * c.one_minus_beta1;
-    s.v = s.v * c.beta2 + (g * c.one_minus_beta2) * g;
-    s.p -= (s.m * c.step_size) / (sqrtf(s.v) * c.rescale + c.eps);
-    return s;
+
+    ZSHARD_HD static bool branch(const Factors& c) { return c.decoupled != 0; }
+    ZSHARD_HD static constexpr int used(bool /*decoupled*/) { return 2; }
+
+    template <bool kDecoupled>
+    ZSHARD_HD static void update(float g, float& p, float (&states)[2], const Factors& c) {
+        auto& [m, v] = states;
+        if constexpr (kDecoupled) {
+            p *= c.decay;
+        } else {
+            g += p * c.decay;
+        }
+        m += (g - m) * c.one_minus_beta1;
+        v = v * c.beta2 + (g * c.one_minus_beta2) * g;
+        p -= (m * c.step_size) / (sqrtf(v) * c.rescale + c.eps);
+    }
+};
+
+// All ones where `condition` holds, else 0.
+ZSHARD_HD uint32_t mask_of(bool condition) { return condition ? ~0u : 0u; }
+
+// a under a mask of ones, b under 0. Not a condition: g++ copies a loop for either side of each
+// condition that stays the same in it, and three of them make the code three times as large.
+ZSHARD_HD float select(uint32_t mask, float a, float b) {
+    return bit_cast<float>((bit_cast<uint32_t>(a) & mask) | (bit_cast<uint32_t>(b) & ~mask));
 }
+
+// Momentum and Nesterov's: Sutskever et al. 2013 (ICML), section 2, with the learning rate outside
+// the buffer and dampening, as torch.optim.SGD has them.
+struct Sgd {
+    struct Hyper {
+        double lr, momentum, dampening, weight_decay, nesterov, maximize;
+    };
+
+    struct Factors {
+        float lr;
+        float momentum;
+        float one_minus_dampening;
+        float decay;
+        float sign;                        // -1 to maximize
+        uint32_t decays, first, nesterov;  // masks; first: the buffer holds nothing yet
+        int has_momentum;
+    };
+
+    static constexpr int kStates = 1;
+
+    // Of step number `step` (the first is 1).
+    ZSHARD_HD static Factors factors(const Hyper& h, int64_t step) {
+        return {.lr = static_cast<float>(h.lr),
+                .momentum = static_cast<float>(h.momentum),
+                .one_minus_dampening = static_cast<float>(1.0 - h.dampening),
+                .decay = static_cast<float>(h.weight_decay),
+                .sign = h.maximize != 0.0 ? -1.0f : 1.0f,
+                .decays = mask_of(h.weight_decay != 0.0),
+                .first = mask_of(step == 1),
+                .nesterov = mask_of(h.nesterov != 0.0),
+                .has_momentum = h.momentum != 0.0};
+    }
+
+    ZSHARD_HD static bool branch(const Factors& c) { return c.has_momentum != 0; }
+    ZSHARD_HD static constexpr int used(bool has_momentum) { return has_momentum ? 1 : 0; }
+
+    // A decay of 0 adds nothing, not even 0 * infinity; nor does torch.
+    template <bool kMomentum>
+    ZSHARD_HD static void update(float g, float& p, float (&states)[1], const Factors& c) {
+        g *= c.sign;
+        g = select(c.decays, g + p * c.decay, g);
+        if constexpr (kMomentum) {
+            float& buffer = states[0];
+            buffer = select(c.first, g, buffer * c.momentum + g * c.one_minus_dampening);
+            g = select(c.nesterov, g + buffer * c.momentum, buffer);
+        }
+        p -= g * c.lr;
+    }
+};
 
 // ---- sums of squares ----
 

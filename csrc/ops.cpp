@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "cpu/isa.h"
+#include "optim_args.h"
 
 namespace zshard {
 
@@ -175,102 +176,32 @@ void reduce_(const Tensor& acc, const Tensor& chunks, double scale, bool accumul
     launch<cpu::reduce, cuda::reduce>(check, acc, args);
 }
 
-// Rows that a CPU can read before it acts: each inside its shard, none touching another.
-void check_segments(const Checks& check, const AdamwArgs& args) {
-    std::vector<AdamwSegment> rows(args.rows.segments, args.rows.segments + args.rows.num_segments);
-    const auto units = static_cast<int64_t>(args.shards.size());
-    const auto spell = [](const AdamwSegment& s) {
-        return text("[", s.unit, ", ", s.begin, ", ", s.end, "]");
-    };
-    for (const AdamwSegment& s : rows) {
-        if (s.unit < 0 || s.unit >= units)
-            check.require(false, "segment ", spell(s), " names a shard outside [0, ", units, ")");
-        if (s.begin < 0 || s.begin > s.end || s.end > args.shards[s.unit].numel)
-            check.require(false, "segment ", spell(s), " is no range of shard ", s.unit,
-                          ", which has ", args.shards[s.unit].numel, " elements");
-    }
-    const auto before = [](const AdamwSegment& a, const AdamwSegment& b) {
-        return std::tie(a.unit, a.begin, a.end) < std::tie(b.unit, b.begin, b.end);
-    };
-    if (!std::is_sorted(rows.begin(), rows.end(), before))
-        std::sort(rows.begin(), rows.end(), before);
-    for (size_t g = 1; g < rows.size(); ++g)
-        if (rows[g].unit == rows[g - 1].unit && rows[g].begin < rows[g - 1].end)
-            check.require(false, "segments ", spell(rows[g - 1]), " and ", spell(rows[g]),
-                          " overlap");
-}
-
 void adamw_(const Tensors& masters, const Tensors& lows, const Tensors& exp_avgs,
             const Tensors& exp_avg_sqs, const Tensors& grads, const Tensors& sends,
             const Tensor& segments, const Tensor& hypers, const Tensor& steps,
             const MaybeTensor& active, const MaybeTensor& grad_scale, const MaybeTensor& skip) {
     const Checks check("adamw_", segments);
-    const size_t units = masters.size();
-    const auto length = [&](const char* name, const Tensors& list, bool optional) {
-        check.require(list.size() == units || (optional && list.empty()), name, " has ",
-                      list.size(), " entries but masters has ", units, ": give one for each",
-                      optional ? ", or none" : "");
-    };
-    length("lows", lows, true);
-    length("exp_avgs", exp_avgs, false);
-    length("exp_avg_sqs", exp_avg_sqs, false);
-    length("grads", grads, false);
-    length("sends", sends, true);
-    const bool split = !lows.empty();
-    check.require(!split || sends.empty(),
-                  "lows and sends are both given: a split master's upper plane is the send ",
-                  "buffer, pass sends=[]");
-    const int64_t rows = segments.dim() > 0 ? segments.size(0) : -1;
-    AdamwArgs args{
-        .shards = {},
-        .grad_dtype = Dtype::kFloat32,
-        .split = split,
-        .has_send = !sends.empty(),
-        .send_dtype = Dtype::kBfloat16,
-        .rows = {
-            .num_segments = rows,
-            .segments = check.matrix<AdamwSegment>("segments", segments, ScalarType::Long, rows, 3),
-            .hypers = check.matrix<AdamwHyper>("hypers", hypers, ScalarType::Double, rows, 6),
-            .steps = check.optional_flat<int64_t>("steps", steps, ScalarType::Long, rows),
-            .active = check.optional_flat<uint8_t>("active", active, ScalarType::Byte, rows),
-            .grad_scale =
-                check.optional_flat<float>("grad_scale", grad_scale, ScalarType::Float, 1),
-            .skip = check.optional_flat<float>("skip", skip, ScalarType::Float, 1)}};
-    args.shards.reserve(units);
-    for (size_t u = 0; u < units; ++u) {
-        const int64_t numel = masters[u].numel();
-        const auto pointer = [&](const char* name, const Tensors& list,
-                                 ScalarType wanted) -> void* {
-            const std::pair item{name, u};
-            check.flat(item, list[u]);
-            check.type(item, list[u], wanted);
-            check.numel(item, list[u], numel);
-            return list[u].data_ptr();
-        };
-        args.shards.push_back(
-            {.master =
-                 pointer("masters", masters, split ? ScalarType::BFloat16 : ScalarType::Float),
-             .low =
-                 split ? static_cast<int16_t*>(pointer("lows", lows, ScalarType::Short)) : nullptr,
-             .exp_avg = static_cast<float*>(pointer("exp_avgs", exp_avgs, ScalarType::Float)),
-             .exp_avg_sq =
-                 static_cast<float*>(pointer("exp_avg_sqs", exp_avg_sqs, ScalarType::Float)),
-             .grad = pointer("grads", grads, grads[0].scalar_type()),
-             .send = sends.empty() ? nullptr : pointer("sends", sends, sends[0].scalar_type()),
-             .numel = numel});
-    }
-    if (units > 0) {
-        args.grad_dtype = check.dtype("grads[0]", grads[0]);
-        if (!sends.empty()) args.send_dtype = check.dtype("sends[0]", sends[0]);
-    }
-    check.require(args.grad_dtype != Dtype::kFloat64,
-                  "grads are float64, but AdamW runs in float32: cast them");
-    check.require(
-        size_of(args.send_dtype) == 2, "sends are ",
-        name_of(sends.empty() ? ScalarType::Float : sends[0].scalar_type()),
-        ", but a send buffer is bfloat16 or float16: without a low-precision copy pass sends=[]");
-    if (segments.is_cpu()) check_segments(check, args);
-    launch<cpu::adamw, cuda::adamw>(check, segments, args);
+    launch<cpu::adamw, cuda::adamw>(
+        check, segments,
+        optim_args<Adamw>(
+            check, {{{"exp_avgs", exp_avgs, false}, {"exp_avg_sqs", exp_avg_sqs, false}}}, masters,
+            lows, grads, sends, segments, hypers, steps, active, grad_scale, skip));
+}
+
+void sgd_(const Tensors& masters, const Tensors& lows, const Tensors& momentum_buffers,
+          const Tensors& grads, const Tensors& sends, const Tensor& segments, const Tensor& hypers,
+          const Tensor& steps, const MaybeTensor& active, const MaybeTensor& grad_scale,
+          const MaybeTensor& skip) {
+    const Checks check("sgd_", segments);
+    const OptimArgs<Sgd> args =
+        optim_args<Sgd>(check, {{{"momentum_buffers", momentum_buffers, true}}}, masters, lows,
+                        grads, sends, segments, hypers, steps, active, grad_scale, skip);
+    if (segments.is_cpu() && momentum_buffers.empty())
+        for (int64_t g = 0; g < args.rows.num_segments; ++g)
+            check.require(args.rows.hypers[g].momentum == 0.0, "hypers[", g, "] has momentum ",
+                          args.rows.hypers[g].momentum,
+                          ", but momentum_buffers is []: give one for each shard");
+    launch<cpu::sgd, cuda::sgd>(check, segments, args);
 }
 
 }  // namespace
@@ -286,10 +217,12 @@ STABLE_TORCH_LIBRARY(zshard, m) {
         "Tensor(b!)? stats=None) -> ()");
     m.def(
         "adamw_(Tensor(a!)[] masters, Tensor(b!)[] lows, Tensor(c!)[] exp_avgs, Tensor(d!)[] "
-        "exp_avg_sqs, "
-        "Tensor[] grads, Tensor(e!)[] sends, Tensor segments, Tensor hypers, Tensor(f!) steps, "
-        "Tensor? active=None, "
-        "Tensor? grad_scale=None, Tensor? skip=None) -> ()");
+        "exp_avg_sqs, Tensor[] grads, Tensor(e!)[] sends, Tensor segments, Tensor hypers, "
+        "Tensor(f!) steps, Tensor? active=None, Tensor? grad_scale=None, Tensor? skip=None) -> ()");
+    m.def(
+        "sgd_(Tensor(a!)[] masters, Tensor(b!)[] lows, Tensor(c!)[] momentum_buffers, "
+        "Tensor[] grads, Tensor(d!)[] sends, Tensor segments, Tensor hypers, Tensor(e!) steps, "
+        "Tensor? active=None, Tensor? grad_scale=None, Tensor? skip=None) -> ()");
 }
 
 // One door for both devices; without CUDA it says so.
@@ -301,6 +234,7 @@ static void register_all(torch::stable::detail::StableLibrary& m) {
     m.impl("join_master_", TORCH_BOX(&join_master_));
     m.impl("reduce_", TORCH_BOX(&reduce_));
     m.impl("adamw_", TORCH_BOX(&adamw_));
+    m.impl("sgd_", TORCH_BOX(&sgd_));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zshard, CPU, m) { register_all(m); }

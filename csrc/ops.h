@@ -82,46 +82,49 @@ struct ReduceArgs {
     double* stats;  // null or (2,): sum of squares, 1 where a stored value is not finite
 };
 
-// One shard's flat buffers, all of `numel` elements.
-struct AdamwShard {
-    void* master;  // float, or Bf16 upper plane where low is set
-    int16_t* low;  // null: fp32 master
-    float* exp_avg;
-    float* exp_avg_sq;
+// One shard's flat buffers, all of `numel` elements, for an optimizer's rule: [Note: optimizer
+// rules].
+template <typename Rule>
+struct OptimShard {
+    void* master;                  // float, or Bf16 upper plane where low is set
+    int16_t* low;                  // null: fp32 master
+    float* states[Rule::kStates];  // null: no segment uses it
     const void* grad;
     void* send;  // null: none
     int64_t numel;
 };
 
 // A row of `segments`: elements [begin, end) of shard `unit`.
-struct AdamwSegment {
+struct Segment {
     int64_t unit, begin, end;
 };
 
 // What is known of each segment, and of the step: in memory of the shards' device.
-struct AdamwRows {
+template <typename Rule>
+struct OptimRows {
     int64_t num_segments;
-    const AdamwSegment* segments;  // (num_segments,), as the four below
-    const AdamwHyper* hypers;
+    const Segment* segments;  // (num_segments,), as the four below
+    const typename Rule::Hyper* hypers;
     int64_t* steps;
     const uint8_t* active;    // null: all
     const float* grad_scale;  // null or (1,)
     const float* skip;        // null or (1,), nonzero = change nothing
 };
 
-struct AdamwArgs {
-    std::vector<AdamwShard> shards;
+template <typename Rule>
+struct OptimArgs {
+    std::vector<OptimShard<Rule>> shards;
     Dtype grad_dtype;
     bool split;     // masters are two planes
     bool has_send;  // each shard has a send buffer (null where the shard is empty)
     Dtype send_dtype;
-    AdamwRows rows;
+    OptimRows<Rule> rows;
 };
 
-// Calls f with a value of each type that an adamw_ call is compiled for: gradient, send buffer
+// Calls f with a value of each type that an optimizer's call is compiled for: gradient, send buffer
 // (void* = none) and whether the master is split.
-template <typename F>
-void dispatch_adamw(const AdamwArgs& args, const F& f) {
+template <typename Rule, typename F>
+void dispatch_optim(const OptimArgs<Rule>& args, const F& f) {
     dispatch(args.grad_dtype, [&](auto grad) {
         if (args.split) return f(grad, std::type_identity<void>{}, std::true_type{});
         if (!args.has_send) return f(grad, std::type_identity<void>{}, std::false_type{});
@@ -138,7 +141,8 @@ void cast(const CastArgs& args);
 void split_master(const MasterArgs& args);
 void join_master(const MasterArgs& args);
 void reduce(const ReduceArgs& args);
-void adamw(const AdamwArgs& args);
+void adamw(const OptimArgs<Adamw>& args);
+void sgd(const OptimArgs<Sgd>& args);
 }  // namespace cpu
 
 // The tensors' device is current; the work goes on its current stream.
@@ -149,7 +153,8 @@ void cast(const CastArgs& args);
 void split_master(const MasterArgs& args);
 void join_master(const MasterArgs& args);
 void reduce(const ReduceArgs& args);
-void adamw(const AdamwArgs& args);
+void adamw(const OptimArgs<Adamw>& args);
+void sgd(const OptimArgs<Sgd>& args);
 }  // namespace cuda
 
 }  // namespace zshard

@@ -24,20 +24,18 @@ def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
 
     half = torch.bfloat16
     low = torch.arange(n, device=device).to(torch.int16)
-    adamw = (
-        [[rand(n), rand(9)], [], [rand(n), rand(9)], [rand(n).square(), rand(9).square()]],
-        [[rand(n, dtype=half), rand(9, dtype=half)], [rand(n, dtype=half), rand(9, dtype=half)]],
-    )
     segments = torch.tensor([[0, 1, n], [1, 0, 9]], device=device)
-    hypers = torch.tensor(
-        [[1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0], [1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0]],
-        dtype=torch.float64,
-        device=device,
-    )
-    steps = torch.tensor([0, 3], device=device)
     scale = torch.full((1,), 0.3, device=device)
     skip = torch.zeros(1, device=device)
     active = torch.ones(2, dtype=torch.uint8, device=device)
+
+    def optim(states: int, *hypers: list[float]) -> tuple[object, ...]:
+        shards = [[rand(n), rand(9)], []]
+        shards += [[rand(n).square(), rand(9).square()] for _ in range(states)]
+        shards += [[rand(n, dtype=half), rand(9, dtype=half)] for _ in ("grads", "sends")]
+        table = torch.tensor(hypers, dtype=torch.float64, device=device)
+        return (*shards, segments, table, torch.tensor([3, 0], device=device), active, scale, skip)
+
     stats = torch.zeros(2, dtype=torch.float64, device=device)
     return {
         "pack_": (rand(n), [rand(7, 3).t(), rand(n - 200, dtype=torch.float16)], [2, 100], 0.3),
@@ -46,7 +44,8 @@ def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
         "split_master_": (rand(n, dtype=half), low.clone(), rand(n)),
         "join_master_": (rand(n), rand(n, dtype=half), low),
         "reduce_": (rand(n), rand(3, n, dtype=half), 0.3, True, stats),
-        "adamw_": (*adamw[0], *adamw[1], segments, hypers, steps, active, scale, skip),
+        "adamw_": optim(2, [1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0], [1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0]),
+        "sgd_": optim(1, [1e-2, 0.9, 0.2, 0.1, 1.0, 0.0], [1e-2, 0.9, 0.0, 0.0, 0.0, 1.0]),
     }
 
 

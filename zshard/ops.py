@@ -21,7 +21,16 @@ from torch import Tensor
 from . import _C  # noqa: F401  # loading it registers torch.ops.zshard
 from .errors import InputError
 
-__all__ = ["adamw_", "cast_", "join_master_", "pack_", "reduce_", "split_master_", "unpack_"]
+__all__ = [
+    "adamw_",
+    "cast_",
+    "join_master_",
+    "pack_",
+    "reduce_",
+    "sgd_",
+    "split_master_",
+    "unpack_",
+]
 
 _ops = torch.ops.zshard
 
@@ -197,6 +206,60 @@ def adamw_(
         lows,
         exp_avgs,
         exp_avg_sqs,
+        grads,
+        sends,
+        segments,
+        hypers,
+        steps,
+        active,
+        grad_scale,
+        skip,
+    )
+
+
+def sgd_(
+    masters: Sequence[Tensor],  # U x (n_u,) float32; or bfloat16 upper planes where lows are given
+    lows: Sequence[Tensor],  # [] or U x (n_u,) int16, the lower planes of split_master_
+    momentum_buffers: Sequence[Tensor],  # U x (n_u,) float32; [] where no segment has momentum
+    grads: Sequence[Tensor],  # U x (n_u,) F, one dtype for all
+    sends: Sequence[Tensor],  # [] or U x (n_u,) bfloat16 or float16, one dtype for all
+    segments: Tensor,  # (G, 3) int64 rows [u, begin, end): elements of shard u, disjoint
+    hypers: Tensor,  # (G, 6) float64 [lr, momentum, dampening, weight_decay, nesterov, maximize]
+    steps: Tensor,  # (G,) int64, steps taken so far
+    active: Tensor | None = None,  # (G,) uint8; 0 = leave the segment and its step count alone
+    grad_scale: Tensor | None = None,  # (1,) float32, multiplies every gradient
+    skip: Tensor | None = None,  # (1,) float32; nonzero = change nothing at all
+) -> None:
+    """Take one step of torch.optim.SGD on segments of U shards, in one launch.
+
+    The last two columns of hypers are 0.0 or 1.0. For each active segment the step count grows by
+    one and, in float32 with factors computed in float64:
+
+        g *= grad_scale                                             (and -1, to maximize)
+        g += weight_decay * p                                       (unless weight_decay is 0)
+        buffer = g                                                  (on step 1), or
+        buffer = momentum * buffer + (1 - dampening) * g
+        g = g + momentum * buffer                                   (nesterov), or
+        g = buffer
+        p -= lr * g
+
+    Without momentum the buffer is neither read nor written and g stays as it is. A step counts all
+    the same: where momentum comes later, set the count back to 0 for torch's first step.
+
+    The new p is also stored, cast, in sends. Nothing outside the segments is written. segments,
+    hypers and the arguments behind them are on the shards' device. On CUDA the host never reads
+    them: a row outside its shard, or with momentum but no buffer, stops the kernel with a device
+    trap.
+
+    Raises:
+        InputError: lists of different lengths, shards of different numels, wrong dtypes or devices;
+            on CPU also segments that overlap or leave their shard, and momentum without buffers.
+    """
+    _call(
+        _ops.sgd_.default,
+        masters,
+        lows,
+        momentum_buffers,
         grads,
         sends,
         segments,

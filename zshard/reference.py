@@ -9,7 +9,7 @@ Nothing is checked here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -155,7 +155,9 @@ def adamw_factors(hyper: Sequence[float], step: int) -> Factors:
     return Factors(*(torch.tensor(value, dtype=torch.float32) for value in values))
 
 
-def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, hyper: Sequence[float], step: int) -> None:
+def _adamw_update(
+    p: Tensor, g: Tensor, hyper: Sequence[float], step: int, m: Tensor, v: Tensor
+) -> None:
     """Take one AdamW (decoupled) or Adam (L2) step on fp32 p, m and v in place."""
     c = adamw_factors(hyper, step)
     if hyper[5]:
@@ -166,6 +168,63 @@ def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, hyper: Sequence[float], 
     v.copy_(v * c.beta2 + (g * c.one_minus_beta2) * g)
     root = v.double().sqrt().float()  # torch's fp32 sqrt is at times off by one unit on CPU (MKL)
     p.sub_((m * c.step_size) / (root * c.rescale + c.eps))
+
+
+def _sgd_update(
+    p: Tensor, g: Tensor, hyper: Sequence[float], step: int, buffer: Tensor | None = None
+) -> None:
+    """Take one SGD step on fp32 p and its momentum buffer in place."""
+    lr, momentum, undamped, decay = (
+        torch.tensor(value, dtype=torch.float32)
+        for value in (hyper[0], hyper[1], 1.0 - hyper[2], hyper[3])
+    )
+    if hyper[5]:
+        g = -g
+    if hyper[3]:
+        g = g + p * decay
+    if hyper[1]:
+        assert buffer is not None
+        buffer.copy_(g if step == 1 else buffer * momentum + g * undamped)
+        g = g + buffer * momentum if hyper[4] else buffer
+    p.sub_(g * lr)
+
+
+def _optim_step(
+    update: Callable[..., None],  # (p, g, hyper, step, *states)
+    states: Sequence[Sequence[Tensor]],
+    masters: Sequence[Tensor],
+    lows: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sends: Sequence[Tensor],
+    segments: Tensor,
+    hypers: Tensor,
+    steps: Tensor,
+    active: Tensor | None,
+    grad_scale: Tensor | None,
+    skip: Tensor | None,
+) -> None:
+    """Update each active segment's elements and count its step."""
+    if skip is not None and skip.item() != 0:
+        return
+    for row, (unit, begin, end) in enumerate(segments.tolist()):
+        if active is not None and not active[row]:
+            continue
+        steps[row] += 1
+        part = slice(begin, end)
+        grad = grads[unit][part].float()
+        if grad_scale is not None:
+            grad = grad * grad_scale
+        master = masters[unit][part]
+        value = master
+        if lows:
+            value = torch.empty_like(master, dtype=torch.float32)
+            join_master_(value, master, lows[unit][part])
+        parts = [state[unit][part] for state in states if state]
+        update(value, grad, hypers[row].tolist(), int(steps[row]), *parts)
+        if lows:
+            split_master_(master, lows[unit][part], value)
+        if sends:
+            sends[unit][part] = value
 
 
 def adamw_(
@@ -183,26 +242,23 @@ def adamw_(
     skip: Tensor | None = None,
 ) -> None:
     """See zshard.ops.adamw_."""
-    if skip is not None and skip.item() != 0:
-        return
-    for g, (unit, begin, end) in enumerate(segments.tolist()):
-        if active is not None and not active[g]:
-            continue
-        steps[g] += 1
-        part = slice(begin, end)
-        grad = grads[unit][part].float()
-        if grad_scale is not None:
-            grad = grad * grad_scale
-        master = masters[unit][part]
-        if lows:
-            low = lows[unit][part]
-            value = torch.empty_like(master, dtype=torch.float32)
-            join_master_(value, master, low)
-        else:
-            value = master
-        m, v = exp_avgs[unit][part], exp_avg_sqs[unit][part]
-        _update(value, m, v, grad, hypers[g].tolist(), int(steps[g]))
-        if lows:
-            split_master_(master, low, value)
-        if sends:
-            sends[unit][part] = value
+    step = (grads, sends, segments, hypers, steps, active, grad_scale, skip)
+    _optim_step(_adamw_update, [exp_avgs, exp_avg_sqs], masters, lows, *step)
+
+
+def sgd_(
+    masters: Sequence[Tensor],
+    lows: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sends: Sequence[Tensor],
+    segments: Tensor,
+    hypers: Tensor,
+    steps: Tensor,
+    active: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """See zshard.ops.sgd_."""
+    step = (grads, sends, segments, hypers, steps, active, grad_scale, skip)
+    _optim_step(_sgd_update, [momentum_buffers], masters, lows, *step)

@@ -1,0 +1,119 @@
+// The door that adamw_ and sgd_ share: their tensors, checked, as the launchers take them.
+#pragma once
+
+#include <array>
+#include <tuple>
+
+#include "checks.h"
+
+namespace zshard {
+
+// One kind of state, a buffer for each shard.
+struct StateList {
+    const char* name;
+    const Tensors& tensors;
+    bool optional;  // [] is allowed
+};
+
+// Rows that a CPU can read before it acts: each inside its shard, none touching another.
+template <typename Rule>
+void check_segments(const Checks& check, const OptimArgs<Rule>& args) {
+    std::vector<Segment> rows(args.rows.segments, args.rows.segments + args.rows.num_segments);
+    const auto units = static_cast<int64_t>(args.shards.size());
+    const auto spell = [](const Segment& s) {
+        return text("[", s.unit, ", ", s.begin, ", ", s.end, "]");
+    };
+    for (const Segment& s : rows) {
+        if (s.unit < 0 || s.unit >= units)
+            check.require(false, "segment ", spell(s), " names a shard outside [0, ", units, ")");
+        if (s.begin < 0 || s.begin > s.end || s.end > args.shards[s.unit].numel)
+            check.require(false, "segment ", spell(s), " is no range of shard ", s.unit,
+                          ", which has ", args.shards[s.unit].numel, " elements");
+    }
+    const auto before = [](const Segment& a, const Segment& b) {
+        return std::tie(a.unit, a.begin, a.end) < std::tie(b.unit, b.begin, b.end);
+    };
+    if (!std::is_sorted(rows.begin(), rows.end(), before))
+        std::sort(rows.begin(), rows.end(), before);
+    for (size_t g = 1; g < rows.size(); ++g)
+        if (rows[g].unit == rows[g - 1].unit && rows[g].begin < rows[g - 1].end)
+            check.require(false, "segments ", spell(rows[g - 1]), " and ", spell(rows[g]),
+                          " overlap");
+}
+
+template <typename Rule>
+OptimArgs<Rule> optim_args(const Checks& check, const std::array<StateList, Rule::kStates>& states,
+                           const Tensors& masters, const Tensors& lows, const Tensors& grads,
+                           const Tensors& sends, const Tensor& segments, const Tensor& hypers,
+                           const Tensor& steps, const MaybeTensor& active,
+                           const MaybeTensor& grad_scale, const MaybeTensor& skip) {
+    const size_t units = masters.size();
+    const auto length = [&](const char* name, const Tensors& list, bool optional) {
+        check.require(list.size() == units || (optional && list.empty()), name, " has ",
+                      list.size(), " entries but masters has ", units, ": give one for each",
+                      optional ? ", or none" : "");
+    };
+    length("lows", lows, true);
+    for (const StateList& state : states) length(state.name, state.tensors, state.optional);
+    length("grads", grads, false);
+    length("sends", sends, true);
+    const bool split = !lows.empty();
+    check.require(!split || sends.empty(),
+                  "lows and sends are both given: a split master's upper plane is the send ",
+                  "buffer, pass sends=[]");
+    using Hyper = typename Rule::Hyper;
+    const int64_t rows = segments.dim() > 0 ? segments.size(0) : -1;
+    OptimArgs<Rule> args{
+        .shards = {},
+        .grad_dtype = Dtype::kFloat32,
+        .split = split,
+        .has_send = !sends.empty(),
+        .send_dtype = Dtype::kBfloat16,
+        .rows = {.num_segments = rows,
+                 .segments = check.matrix<Segment>("segments", segments, ScalarType::Long, rows, 3),
+                 .hypers = check.matrix<Hyper>("hypers", hypers, ScalarType::Double, rows,
+                                               sizeof(Hyper) / sizeof(double)),
+                 .steps = check.optional_flat<int64_t>("steps", steps, ScalarType::Long, rows),
+                 .active = check.optional_flat<uint8_t>("active", active, ScalarType::Byte, rows),
+                 .grad_scale =
+                     check.optional_flat<float>("grad_scale", grad_scale, ScalarType::Float, 1),
+                 .skip = check.optional_flat<float>("skip", skip, ScalarType::Float, 1)}};
+    args.shards.reserve(units);
+    for (size_t u = 0; u < units; ++u) {
+        const int64_t numel = masters[u].numel();
+        const auto pointer = [&](const char* name, const Tensors& list,
+                                 ScalarType wanted) -> void* {
+            if (list.empty()) return nullptr;
+            const std::pair item{name, u};
+            check.flat(item, list[u]);
+            check.type(item, list[u], wanted);
+            check.numel(item, list[u], numel);
+            return list[u].data_ptr();
+        };
+        OptimShard<Rule> shard{
+            .master = pointer("masters", masters, split ? ScalarType::BFloat16 : ScalarType::Float),
+            .low = static_cast<int16_t*>(pointer("lows", lows, ScalarType::Short)),
+            .states = {},
+            .grad = pointer("grads", grads, grads[0].scalar_type()),
+            .send = sends.empty() ? nullptr : pointer("sends", sends, sends[0].scalar_type()),
+            .numel = numel};
+        for (int s = 0; s < Rule::kStates; ++s)
+            shard.states[s] =
+                static_cast<float*>(pointer(states[s].name, states[s].tensors, ScalarType::Float));
+        args.shards.push_back(shard);
+    }
+    if (units > 0) {
+        args.grad_dtype = check.dtype("grads[0]", grads[0]);
+        if (!sends.empty()) args.send_dtype = check.dtype("sends[0]", sends[0]);
+    }
+    check.require(args.grad_dtype != Dtype::kFloat64,
+                  "grads are float64, but the step runs in float32: cast them");
+    check.require(
+        size_of(args.send_dtype) == 2, "sends are ",
+        name_of(sends.empty() ? ScalarType::Float : sends[0].scalar_type()),
+        ", but a send buffer is bfloat16 or float16: without a low-precision copy pass sends=[]");
+    if (segments.is_cpu()) check_segments(check, args);
+    return args;
+}
+
+}  // namespace zshard
