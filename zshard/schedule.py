@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +39,24 @@ class HoldsStates(Protocol):
 
     def state_bytes(self, schedule: Schedule) -> int:
         """Bytes of its states of one wrapped model."""
+
+
+class _Hook:
+    """A hook of a wrapped module, which thereby can neither be pickled nor copied."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        # torch.compile breaks its graph here: communication is not for it to trace.
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: object) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardedAccessError(
+            "a wrapped model can neither be pickled nor copied: its parameters are shards of flat "
+            "buffers. Take whole tensors inside zshard.full_params(model); copy the plain model "
+            "before zshard.wrap."
+        )
 
 
 class Schedule:
@@ -85,11 +103,8 @@ class Schedule:
         is_root = unit is self.root
         before = self._root_before if is_root else self._before_hook(unit)
         after = self._root_after if is_root else self._after_hook(unit)
-        # torch.compile breaks its graph at the hooks: communication is not for it to trace.
-        disable = torch.compiler.disable
-        before, after = disable(before), disable(after)  # type: ignore[no-untyped-call]
-        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        handle = unit.module.register_forward_hook(after, always_call=is_root)
+        unit.module.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True)
+        handle = unit.module.register_forward_hook(_Hook(after), always_call=is_root)
         unit.last_hook = handle.id
 
     def _before_hook(self, unit: Unit) -> Callable[..., None]:
@@ -317,13 +332,6 @@ class Schedule:
         for unit in self.units:
             self.crew.release(unit)
         self.crew.phase = Phase.IDLE
-
-    def __reduce__(self) -> NoReturn:
-        raise ShardedAccessError(
-            "a wrapped model can neither be pickled nor copied: its parameters are shards of flat "
-            "buffers. Take whole tensors inside zshard.full_params(model); copy the plain model "
-            "before zshard.wrap."
-        )
 
     # --- small things ----------------------------------------------------------------------------
 
