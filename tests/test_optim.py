@@ -30,6 +30,19 @@ kTorchOptimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+kSgds: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "plain sgd": lambda m: zshard.SGD(m.parameters(), lr=5e-2),
+    "nesterov sgd": lambda m: zshard.SGD(
+        m.parameters(), lr=5e-2, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
+    "dampened sgd": lambda m: zshard.SGD(
+        [{"params": [p], "momentum": 0.0 if p.ndim < 2 else 0.8} for p in m.parameters()],
+        lr=5e-2,
+        dampening=0.1,
+    ),
+}
+
+
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
     """Decay matrices only, by p.ndim, which must be the global one; each group its own rates."""
     parameters = list(model.parameters())
@@ -48,7 +61,7 @@ def both_sides(
     rank: int, world_size: int, name: str, optimizer: str, scheduler: str | None
 ) -> tuple[Record, Record]:
     """Train wrapped and plain (DDP) with one optimizer and scheduler."""
-    make = {"adamw": adamw, "grouped": grouped, **kTorchOptimizers}[optimizer]
+    make = {"adamw": adamw, "grouped": grouped, **kTorchOptimizers, **kSgds}[optimizer]
     records = []
     for is_wrapped in (True, False):
         model = models.build(name)
@@ -74,6 +87,23 @@ def test_torchs_elementwise_optimizers_train_shards_as_they_train_tensors(optimi
         assert_close(actual, expected, tolerance=1e-5)
 
 
+def with_bf16_gradients(rank: int, world_size: int, optimizer: str) -> tuple[float, float]:
+    """The last loss with gradients reduced in bf16 and in fp32."""
+    last = []
+    for reduce in (torch.bfloat16, torch.float32):
+        model = zshard.wrap(models.build("blocks"), precision=zshard.Precision.bf16(reduce=reduce))
+        built = kTorchOptimizers[optimizer](model)
+        record = train(Wrapped(model), built, models.batches("blocks", kSteps, rank))
+        last.append(float(record.losses[-1]))
+    return last[0], last[1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw_foreach", "adamw_loop", "sgd_fused"])
+def test_torchs_optimizers_take_gradients_that_were_reduced_in_bf16(optimizer: str) -> None:
+    for actual, expected in run_ranks(with_bf16_gradients, 2, optimizer):
+        assert actual == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw_fused", "sgd_momentum"])
 def test_torchs_optimizers_leave_unused_parameters_alone(optimizer: str) -> None:
     for actual, expected in run_ranks(both_sides, 2, "unused", optimizer, None):
@@ -85,7 +115,10 @@ def test_torchs_optimizers_leave_unused_parameters_alone(optimizer: str) -> None
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
-    [("grouped", None), ("grouped", "cosine"), ("adamw", "cosine"), ("adamw", "one_cycle")],
+    [
+        *(("grouped", None), ("grouped", "cosine"), ("adamw", "cosine"), ("adamw", "one_cycle")),
+        *((sgd, "cosine") for sgd in kSgds),
+    ],
 )
 def test_groups_and_schedulers_give_the_plain_models_bits(
     optimizer: str, scheduler: str | None, world_size: int
@@ -207,3 +240,76 @@ def test_step_runs_a_closure_and_returns_its_loss() -> None:
 def test_impossible_hyper_parameters_are_refused_by_name(arguments: dict[str, object]) -> None:
     with pytest.raises(zshard.Error, match=next(iter(arguments))):
         zshard.AdamW(models.build("blocks").parameters(), **arguments)
+
+
+def sgd_against_torchs(momentum: float, **options: object) -> tuple[Record, Record]:
+    records = []
+    for kind in (zshard.SGD, torch.optim.SGD):
+        model = models.build("odd_parameters")
+        model = zshard.wrap(model) if kind is zshard.SGD else model
+        side = Wrapped(model) if kind is zshard.SGD else Plain(model)
+        optimizer = kind(model.parameters(), lr=1e-2, momentum=momentum, **options)
+        records.append(train(side, optimizer, models.batches("odd_parameters", kSteps)))
+    return records[0], records[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.0},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.5, "maximize": True},
+    ],
+    ids=str,
+)
+def test_zshards_sgd_is_torchs_within_rounding(options: dict[str, object]) -> None:
+    actual, expected = sgd_against_torchs(**options)
+    assert_close(actual, expected, tolerance=1e-5)
+
+
+def test_momentum_that_comes_later_starts_as_torchs_does() -> None:
+    sides = []
+    for kind in (zshard.SGD, torch.optim.SGD):
+        parameter = nn.Parameter(torch.ones(5))
+        optimizer = kind([parameter], lr=0.1)
+        for step in range(4):
+            if step == 2:
+                optimizer.param_groups[0]["momentum"] = 0.9
+            parameter.grad = torch.full((5,), 1.0 + step)
+            optimizer.step()
+        sides.append(parameter.detach())
+    torch.testing.assert_close(sides[0], sides[1])
+
+
+def test_sgd_without_momentum_keeps_no_state() -> None:
+    model = zshard.wrap(models.build("blocks"))
+    optimizer = zshard.SGD(model.parameters())
+    models.loss_of(model, models.batches("blocks", 1)[0]).backward()
+    optimizer.step()
+    assert zshard.memory(model)["now"]["optimizer"] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": -1.0}, {"momentum": -0.1}, {"nesterov": True}, {"weight_decay": float("nan")}],
+    ids=str,
+)
+def test_impossible_options_of_sgd_are_refused_by_name(options: dict[str, object]) -> None:
+    with pytest.raises(zshard.InputError, match=next(iter(options))):
+        zshard.SGD([nn.Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
+def test_an_optimizer_that_needs_whole_matrices_is_refused_with_the_way_out(name: str) -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 5, bias=False)))
+    optimizer = getattr(torch.optim, name)(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(zshard.ShardedAccessError, match="full_params"):
+        optimizer.step(closure)

@@ -15,7 +15,7 @@ from .errors import (
     StateError,
     WrapError,
 )
-from .optim import Adam, AdamW
+from .optim import SGD, Adam, AdamW
 from .precision import Precision
 from .scaler import GradScaler
 from .session import memory, method, no_sync, reset, stats, trace
@@ -23,6 +23,7 @@ from .whole import full_grad, full_param, full_params, local_shards, mark_update
 from .wrap import wrap
 
 __all__ = [
+    "SGD",
     "Adam",
     "AdamW",
     "CommError",

@@ -117,7 +117,7 @@ class Agreement:
         words = [message.word for message in messages]
         if reduces and len(set(words)) > 1:
             self._refuse_trained(names)
-        self._key = (ask, *(message.digest for message in messages))
+        self._key = (ask, words[0] if reduces else 0, *(message.digest for message in messages))
         follow = self._steady or ask is not Ask.BACKWARD
         self._program = self._programs.get(self._key) if follow else None
         self._irregular = self._program is None

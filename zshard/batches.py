@@ -1,4 +1,4 @@
-"""The tables that one call of ``adamw_`` takes: which shards, which segments, which numbers.
+"""The tables that one call of an optimizer op takes: which shards, which segments, which numbers.
 
 A batch is what a call updates: shards of one dtype on one device, and one row for each parameter
 that lies (in part) in them.
@@ -39,27 +39,23 @@ class Row(NamedTuple):
     end: int
 
 
-class Hyper(NamedTuple):
-    """A row of adamw_'s table of hyper-parameters."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: float  # 1.0: AdamW; 0.0: the decay is added to the gradient
+Hyper = tuple[float, ...]  # a row of the op's table of hyper-parameters, (6,)
 
 
 @dataclass
 class Batch:
-    """The arguments of one call of ``adamw_``, kept from step to step."""
+    """The arguments of one call of ``adamw_`` or ``sgd_``, kept from step to step.
 
+    Args:
+        names: the states of a parameter.
+    """
+
+    names: tuple[str, ...]
     rows: list[Row] = field(default_factory=list)
     flats: list[Flat | None] = field(default_factory=list)  # None: a plain parameter
     masters: list[torch.Tensor] = field(default_factory=list)  # (S,) fp32, or upper planes
     lows: list[torch.Tensor] = field(default_factory=list)  # (S,) int16, where masters are split
-    exp_avgs: list[torch.Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    states: dict[str, list[torch.Tensor]] = field(init=False)  # (S,) fp32 each
     _shards: dict[int, int] = field(default_factory=dict)  # id of flat or parameter -> shard
     _hypers_of: list[Hyper] | None = None
     _active_of: list[bool] | None = None
@@ -69,6 +65,9 @@ class Batch:
     steps: torch.Tensor = field(init=False)  # (G,) int64
     hypers: torch.Tensor = field(init=False)  # (G, 6) float64
     active: torch.Tensor = field(init=False)  # (G,) uint8
+
+    def __post_init__(self) -> None:
+        self.states = {name: [] for name in self.names}
 
     def add(self, param: torch.Tensor, group: int) -> None:
         """Append a row for ``param``, and the shard it lies in if that is new."""
@@ -82,7 +81,7 @@ class Batch:
                 self.lows.append(flat.master.low)
             else:
                 self.masters.append(flat_view(param) if flat is None else flat.master.read())
-            for states in (self.exp_avgs, self.exp_avg_sqs):
+            for states in self.states.values():
                 states.append(torch.zeros_like(self.masters[-1], dtype=torch.float32))
         begin, end = 0, param.numel()
         if isinstance(param, Sharded):

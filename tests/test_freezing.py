@@ -1,0 +1,181 @@
+"""Frozen parameters: no gradient memory, no traffic; and freezing and unfreezing between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from models import Blocks
+from ranks import run_ranks
+from steps import batch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zshard
+from zshard.wrap import schedule_of
+
+kSteps = 8
+kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+
+
+class LoRA(nn.Module):
+    """A frozen matrix and a trained one of low rank beside it, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(7, 7).requires_grad_(False)
+        self.down = nn.Linear(7, 2, bias=False)
+        self.up = nn.Linear(2, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x).tanh() + self.up(self.down(x))
+
+
+class Adapted(Blocks):
+    def __init__(self) -> None:
+        super().__init__(block=LoRA)
+
+
+def whole_block(model: nn.Module, step: int) -> None:
+    """Unfreeze the blocks one after the other, from the last."""
+    for index, block in enumerate(model.blocks):
+        block.requires_grad_(index >= 2 - step // 2)
+
+
+def single_parameters(model: nn.Module, step: int) -> None:
+    """Freeze another parameter of every unit at each step."""
+    for block in (*model.blocks, model.inlet):
+        for index, parameter in enumerate(block.parameters()):
+            parameter.requires_grad_(index != step % 3)
+
+
+def back_and_forth(model: nn.Module, step: int) -> None:
+    """Freeze everything but the root, and thaw it again."""
+    model.blocks.requires_grad_(step % 2 == 0)
+
+
+kPlans: dict[str, Callable[[nn.Module, int], None]] = {
+    plan.__name__: plan for plan in (whole_block, single_parameters, back_and_forth)
+}
+
+
+def train(
+    rank: int, world_size: int, plan: str, strategy: str | None, build: Callable[[], nn.Module]
+) -> list[tuple[str, Tensor | None]]:
+    """Losses, gradients and final parameters; plain (a new DDP each step) without a strategy."""
+    torch.manual_seed(0)
+    model = build()
+    if strategy is not None:
+        zshard.wrap(model, strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    log: list[tuple[str, Tensor | None]] = []
+    for step in range(kSteps):
+        kPlans[plan](model, step)
+        run = model
+        if strategy is None and world_size > 1:
+            run = DistributedDataParallel(model)
+        loss = models.loss_of(run, batch(rank, step))
+        loss.backward()
+        log.append((f"loss {step}", loss.detach()))
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad if strategy is None else zshard.full_grad(model, name)
+            log.append((f"gradient {step} {name}", None if grad is None else grad.clone()))
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        whole = parameter.detach() if strategy is None else zshard.full_param(model, name)
+        log.append((name, whole))
+    return log
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("plan", kPlans)
+def test_freezing_between_steps_has_the_plain_models_bits(
+    plan: str, strategy: str, world_size: int
+) -> None:
+    arguments = (plan, strategy, Blocks), (plan, None, Blocks)
+    if world_size == 1:
+        results = [tuple(train(0, 1, *each) for each in arguments)]
+    else:
+        results = list(zip(*(run_ranks(train, 2, *each) for each in arguments), strict=True))
+    for actual, expected in results:
+        for (what, ours), (_, theirs) in zip(actual, expected, strict=True):
+            assert (ours is None) == (theirs is None), what
+            assert ours is None or torch.equal(ours, theirs), what
+
+
+def frozen_costs(rank: int, world_size: int, strategy: str) -> tuple[int, int, dict[str, int]]:
+    """Elements trained, bytes of gradients, and bytes sent, of a step with adapters."""
+    torch.manual_seed(0)
+    model = zshard.wrap(Adapted(), strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters())
+    for step in range(3):
+        zshard.stats(model).reset()
+        models.loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = sum(
+        flat.layout.numel
+        for unit in schedule_of(model).units
+        for flat in unit.flats
+        if flat.requires_grad
+    )
+    gradients = zshard.memory(model)["now"]["gradients"]
+    return trained, gradients, dict(zshard.stats(model).sent_bytes)
+
+
+@pytest.mark.parametrize("strategy", kStrategies)
+def test_what_is_frozen_beside_adapters_takes_no_gradient_memory_and_no_traffic(
+    strategy: str,
+) -> None:
+    for trained, gradients, sent in run_ranks(frozen_costs, 2, strategy):
+        whole = strategy in ("zero1", "ddp")
+        assert gradients == 4 * trained // (1 if whole else 2)
+        assert sent["reduce_scatter"] == 4 * trained // 2
+
+
+def freeze_and_look(rank: int, world_size: int) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks())
+    models.loss_of(model, batch(rank, 0)).backward()
+    full = zshard.memory(model)["now"]["gradients"]
+    model.zero_grad()
+    model.blocks.requires_grad_(False)
+    models.loss_of(model, batch(rank, 1)).backward()
+    zshard.stats(model).reset()
+    models.loss_of(model, batch(rank, 2)).backward()
+    root = schedule_of(model).units[0].flats[0]
+    assert zshard.stats(model).sent_bytes["reduce_scatter"] == 4 * root.layout.shard_size
+    return full, zshard.memory(model)["now"]["gradients"], root.layout.shard_size
+
+
+def test_freezing_units_gives_their_gradient_memory_back() -> None:
+    for full, now, root in run_ranks(freeze_and_look, 2):
+        assert full > now == 4 * root
+
+
+def frozen_on_one_rank(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks())
+    model.blocks[1].up.weight.requires_grad_(rank == 0)
+    with pytest.raises(zshard.MismatchError) as caught:
+        models.loss_of(model, batch(rank, 0)).backward()
+    model.blocks[1].up.weight.requires_grad_(True)
+    models.loss_of(model, batch(rank, 0)).backward()
+    return str(caught.value)
+
+
+def test_a_parameter_frozen_on_one_rank_alone_is_refused_by_name_on_every_rank() -> None:
+    for message in run_ranks(frozen_on_one_rank, 2):
+        assert "blocks.1.up.weight requires a gradient on ranks [0] alone" in message
+
+
+def test_freezing_inside_a_forward_is_refused() -> None:
+    model = zshard.wrap(Blocks())
+    parameter = model.get_parameter("outlet.weight")
+    model.blocks[0].register_forward_hook(lambda *_: parameter.requires_grad_(False))
+    with pytest.raises(zshard.StateError, match=r"outlet\.weight: requires_grad cannot change"):
+        model(batch(0, 0))

@@ -1,0 +1,168 @@
+"""The user's hooks on parameters and modules, set before and after wrap: as in plain torch."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from models import Blocks
+from ranks import run_ranks
+from steps import batch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zshard
+
+kNames = ("inlet.weight", "blocks.1.up.bias", "outlet.weight")
+Log = list[tuple[str, Tensor]]
+
+
+def set_hooks(model: nn.Module, log: Log, which: str) -> list[torch.utils.hooks.RemovableHandle]:
+    """Set hooks of one kind; they log what they see, and change a gradient where they may."""
+    handles = []
+
+    def note(what: str, *tensors: Tensor) -> None:
+        log.extend((what, tensor.detach().clone()) for tensor in tensors)
+
+    if which == "gradient":
+        for name in kNames:
+            parameter = model.get_parameter(name)
+            handles.append(parameter.register_hook(lambda g, n=name: note(n, g)))
+            handles.append(parameter.register_hook(lambda g: g * 2))
+            handles.append(parameter.register_hook(lambda g, n=name: note(n, g)))
+        return handles
+    for name in ("", "inlet", "blocks.1", "blocks.1.up"):
+        module = model.get_submodule(name)
+        if which == "forward":
+            handles += [
+                module.register_forward_pre_hook(lambda m, a, n=name: note(f"pre {n}", *a)),
+                module.register_forward_hook(lambda m, a, o, n=name: note(f"post {n}", *a, o)),
+                module.register_forward_hook(lambda m, a, o: o * 0.5),
+            ]
+        else:
+            handles += [
+                module.register_full_backward_pre_hook(lambda m, g, n=name: note(f"pre {n}", *g)),
+                module.register_full_backward_hook(
+                    lambda m, i, o, n=name: note(f"post {n}", *(g for g in i if g is not None), *o)
+                ),
+            ]
+    return handles
+
+
+def hooked(
+    rank: int, world_size: int, which: str, when: str
+) -> tuple[tuple[Log, Log], tuple[Log, Log]]:
+    """What hooks saw, and the gradients after three steps, the last without hooks; both sides."""
+    sides = []
+    for is_wrapped in (True, False):
+        torch.manual_seed(0)
+        model, log = Blocks(), []
+        handles = set_hooks(model, log, which) if when == "before" else []
+        run = model
+        if is_wrapped:
+            zshard.wrap(model)
+        elif world_size > 1:
+            run = DistributedDataParallel(model)
+        grads: Log = []
+        for step in range(3):
+            if step == 1 and when == "after":
+                handles = set_hooks(model, log, which)
+            if step == 2:
+                for handle in handles:
+                    handle.remove()
+            models.loss_of(run, batch(rank, step)).backward()
+            for name, parameter in model.named_parameters():
+                grad = zshard.full_grad(model, name) if is_wrapped else parameter.grad
+                grads.append((f"{step} {name}", grad.clone()))
+            model.zero_grad()
+        sides.append((log, grads))
+    return sides[0], sides[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("which", ["gradient", "forward", "backward"])
+def test_hooks_see_and_change_what_they_do_in_plain_torch(
+    which: str, when: str, world_size: int
+) -> None:
+    on_one_rank = world_size == 1
+    results = [hooked(0, 1, which, when)] if on_one_rank else run_ranks(hooked, 2, which, when)
+    for actual, expected in results:
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert [what for what, _ in ours] == [what for what, _ in theirs]
+            assert len(ours) > 0
+            for (what, one), (_, other) in zip(ours, theirs, strict=True):
+                assert torch.equal(one, other), what
+
+
+def test_a_forward_hook_set_after_wrap_finds_whole_parameters() -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks())
+    seen: list[Tensor] = []
+    for module in (model, model.blocks[1]):
+        module.register_forward_pre_hook(
+            lambda m, a: seen.append(model.inlet.weight @ torch.ones(3))
+        )
+        module.register_forward_hook(lambda m, a, o: seen.append(m(a[0]) if False else o))
+    model.blocks[1].register_forward_hook(lambda m, a, o: seen.append(m.up.weight.sum()))
+    model(batch(0, 0)).sum().backward()
+    assert len(seen) == 5
+
+
+def after_reduction(rank: int, world_size: int, when: str) -> list[tuple[str, Tensor]]:
+    """An optimizer in backward: each parameter is updated in its hook."""
+    torch.manual_seed(0)
+    model = Blocks(order=(0, 2))  # block 1 gets no gradient: its hooks do not run
+    log: list[tuple[str, Tensor]] = []
+    names = {}
+
+    def update(parameter: Tensor) -> None:
+        log.append((names[id(parameter)], zshard.full_grad(model, names[id(parameter)]).clone()))
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    if when == "after":
+        zshard.wrap(model)
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        parameter.register_post_accumulate_grad_hook(update)
+    if when == "before":
+        zshard.wrap(model)
+    for step in range(3):
+        models.loss_of(model, batch(rank, step)).backward()
+    log += [(name, zshard.full_param(model, name)) for name, _ in model.named_parameters()]
+    return log
+
+
+def updated_after(rank: int, world_size: int) -> list[tuple[str, Tensor]]:
+    """The same updates after backward."""
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks(order=(0, 2)))
+    for step in range(3):
+        models.loss_of(model, batch(rank, step)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+    return [(name, zshard.full_param(model, name)) for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_post_accumulate_hooks_find_the_reduced_gradient(when: str) -> None:
+    for log, expected in zip(
+        run_ranks(after_reduction, 2, when), run_ranks(updated_after, 2), strict=True
+    ):
+        called = [name for name, _ in log[: -len(expected)]]
+        assert len(called) == 3 * 14 and not any("blocks.1" in name for name in called)
+        for (name, ours), (_, theirs) in zip(log[-len(expected) :], expected, strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_a_hook_on_a_frozen_parameter_is_refused_as_in_plain_torch() -> None:
+    model = zshard.wrap(Blocks().requires_grad_(False))
+    with pytest.raises(zshard.StateError, match=r"inlet\.weight: a hook"):
+        model.inlet.weight.register_hook(lambda g: g)
+    with pytest.raises(zshard.StateError, match=r"inlet\.weight: a hook"):
+        model.inlet.weight.register_post_accumulate_grad_hook(lambda p: None)

@@ -1,0 +1,186 @@
+"""zshard.method: methods other than forward. Buffers: those of the first rank, as under DDP."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import models
+import pytest
+import torch
+from models import Blocks
+from ranks import run_ranks
+from steps import batch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zshard
+from zshard.unit import State
+from zshard.wrap import schedule_of
+
+
+class Encoder(Blocks):
+    """Can be called in parts, and several times."""
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        x = self.inlet(x)
+        for block in self.blocks[:2]:
+            x = block(x)
+        return {"features": x @ self.outlet.weight.t() * scale}
+
+    def repeat(self, x: Tensor, times: int) -> Tensor:
+        total = self.inlet(x).sum()
+        for _ in range(times):
+            total = total + self(x).sum()
+        return total + self.blocks[1](self.inlet(x)).sum()
+
+    def fail(self, x: Tensor) -> Tensor:
+        raise ValueError("user code")
+
+
+def parts(rank: int, world_size: int, grad: bool) -> list[str]:
+    """Names of results that differ from the plain model's."""
+    sides = []
+    for is_wrapped in (True, False):
+        torch.manual_seed(0)
+        model = Encoder()
+        if is_wrapped:
+            zshard.wrap(model)
+            encode = zshard.method(model, "encode")
+            zshard.method(model, "repeat")
+            assert model.encode is encode is zshard.method(model, "encode")
+        results: dict[str, Tensor] = {}
+        for step in range(3):
+            model.zero_grad()
+            with nullcontext() if grad else torch.no_grad():
+                x = batch(rank, step)
+                out = model.encode(x, scale=0.5)["features"].sum()
+                out = out + model.repeat(x, times=step + 1) + model(x).sum()
+            results[f"{step}"] = out.detach()
+            if grad:
+                (out / world_size if not is_wrapped else out).backward()
+                for name, parameter in model.named_parameters():
+                    if is_wrapped:
+                        results[f"{step} {name}"] = zshard.full_grad(model, name).clone()
+                    else:
+                        total = parameter.grad.clone()
+                        if world_size > 1:
+                            torch.distributed.all_reduce(total)
+                        results[f"{step} {name}"] = total
+        if is_wrapped and not grad:
+            assert all(unit.state is State.SHARDED for unit in schedule_of(model).units)
+        sides.append(results)
+    return [
+        name
+        for name, ours in sides[0].items()
+        if not torch.allclose(ours, sides[1][name], rtol=1e-5, atol=1e-6)
+    ]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_methods_gather_as_forward_does_alone_and_around_the_model(grad: bool) -> None:
+    assert parts(0, 1, grad) == []
+    assert run_ranks(parts, 2, grad) == [[], []]
+
+
+def test_without_it_the_roots_own_parameters_are_refused_by_name() -> None:
+    model = zshard.wrap(Encoder())
+    with pytest.raises(zshard.ShardedAccessError, match=r"inlet\.weight"):
+        model.encode(batch(0, 0))
+
+
+def test_after_an_exception_in_a_method_the_model_goes_on() -> None:
+    model = zshard.wrap(Encoder())
+    zshard.method(model, "fail")
+    with pytest.raises(ValueError, match="user code"):
+        model.fail(batch(0, 0))
+    assert all(unit.state is State.SHARDED for unit in schedule_of(model).units)
+    model(batch(0, 0)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["decode", "forward", "order"])
+def test_what_is_no_such_method_is_refused_by_name(name: str) -> None:
+    with pytest.raises(zshard.InputError, match=f"no method {name!r}"):
+        zshard.method(zshard.wrap(Encoder()), name)
+
+
+class Normalised(nn.Module):
+    """Convolutions with BatchNorm, and a cache that is no part of the state."""
+
+    def __init__(self, caches: bool = True) -> None:
+        super().__init__()
+        self.caches = caches
+        self.stem = nn.Conv2d(3, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(5, 5, 1), nn.BatchNorm2d(5)) for _ in range(2))
+        )
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.caches:
+            self.cache = torch.zeros(int(x.sum().abs()) + 1)  # of another size on every rank
+        return self.layers(self.norm(self.stem(x)).relu()).mean((1, 2, 3))
+
+
+def normalised(rank: int, world_size: int, strategy: str) -> list[str]:
+    sides = []
+    for is_wrapped in (True, False):
+        torch.manual_seed(0)
+        model = Normalised(caches=is_wrapped)  # DDP broadcasts caches too, and aborts
+        run = (
+            zshard.wrap(model, strategy=strategy) if is_wrapped else DistributedDataParallel(model)
+        )
+        optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+        results = {}
+        for step in range(4):
+            x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = (run(x) - 1.0).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.eval()
+            with torch.no_grad():
+                results[f"evaluation {step}"] = run(x)
+            run.train()
+            results[f"loss {step}"] = loss.detach()
+        results |= {name: b.clone() for name, b in model.named_buffers() if name != "cache"}
+        sides.append(results)
+    return [name for name, ours in sides[0].items() if not torch.equal(ours, sides[1][name])]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "ddp"])
+def test_batch_norm_trains_and_evaluates_as_under_ddp(strategy: str) -> None:
+    assert run_ranks(normalised, 2, strategy) == [[], []]
+
+
+def broadcasts(rank: int, world_size: int) -> list[int]:
+    torch.manual_seed(0)
+    model = zshard.wrap(Normalised())
+    counts = []
+    for step in range(6):
+        model.train(step < 3)
+        x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        zshard.stats(model).reset()
+        with torch.no_grad():
+            model(x)
+        counts.append(zshard.stats(model).calls["broadcast"])
+    return counts
+
+
+def test_buffers_are_broadcast_only_after_somebody_has_changed_them() -> None:
+    # Two dtypes; the last training step's changes go out before the first evaluation.
+    assert run_ranks(broadcasts, 2) == [[2, 2, 2, 2, 0, 0]] * 2
+
+
+def unlike_buffers(rank: int, world_size: int) -> str:
+    model = models.build("blocks")
+    model.register_buffer("table", torch.zeros(3 + rank))
+    zshard.wrap(model)
+    with pytest.raises(zshard.MismatchError) as caught:
+        model(batch(rank, 0))
+    return str(caught.value)
+
+
+def test_persistent_buffers_of_other_shapes_are_refused_by_name_on_every_rank() -> None:
+    for message in run_ranks(unlike_buffers, 2):
+        assert "table (3,)" in message and "table (4,)" in message and "persistent=False" in message

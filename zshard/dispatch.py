@@ -1,0 +1,189 @@
+"""What may be done to sharded tensors: elementwise operations, on the local slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .errors import InputError, OptimizerError, ShardedAccessError, StateError
+from .param import Sharded, ShardedGrad
+
+# Elementwise, but without torch's `pointwise` tag: copies, constructors like their argument, and
+# the multi-tensor and fused optimizer kernels.
+_ELEMENTWISE = frozenset(
+    "aten::" + name
+    for name in (
+        *("_to_copy", "alias", "clone", "copy_", "detach", "detach_", "fill_", "lerp_", "zero_"),
+        *("empty_like", "full_like", "ones_like", "zeros_like"),
+        *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+    )
+)
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_NOT_ELEMENTWISE_FOREACH = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
+
+
+def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Carry ``func`` out on the local slices.
+
+    Raises:
+        ShardedAccessError: if it needs whole tensors.
+        StateError: if it would change a parameter's dtype or device.
+        OptimizerError: if it would change a split master.
+    """
+    sharded = _sharded_arguments(args, kwargs)
+    if func is torch.ops.aten._to_copy.default and sharded[0]._is_param:
+        raise StateError(
+            f"{sharded[0].fqn}: dtype and device cannot change after zshard.wrap. Convert the "
+            "model before it, or pass device= and precision=zshard.Precision(...) to it."
+        )
+    _refuse_whole_tensor_ops(func, sharded)
+    _refuse_different_layouts(func, sharded)
+    if func in _ALIASES and sharded[0]._local is None:
+        return Sharded(None, sharded[0].flat, sharded[0].segment)
+    if func._schema.name in ("aten::zero_", "aten::_foreach_zero_"):
+        for grad in sharded:
+            if isinstance(grad, ShardedGrad):
+                grad.flat.grads.drop_held_back(grad.segment)
+                grad.flat.grads.on_access()  # zeros are fine where a look would be refused
+    if func is torch.ops.aten.copy_.default and isinstance(target := args[0], Sharded):
+        args = (target, _own_slice(target, args[1]), *args[2:])
+        if target._local is None:
+            return _copy_into_split(target, args[1])
+        sharded = _sharded_arguments(args, kwargs)
+    changed = _mutated(func, args, kwargs) if func._schema.is_mutable else []
+    _refuse_split(func, changed)
+    for target in changed:
+        target.flat.before_write()
+    locals_, local_kwargs = tree_map(_local_of(func, sharded[0], changed), (args, kwargs))
+    result = func(*locals_, **local_kwargs)
+    if func._schema.is_mutable:
+        for written in changed:
+            assert written._local is not None
+            written.flat.slice_written(written._local)
+        return args[0] if func._schema.returns else None
+    return tree_map(_wrap_like(sharded), result)
+
+
+def _sharded_arguments(args: object, kwargs: object) -> list[Sharded]:
+    found: list[Sharded] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, Sharded) else None, (args, kwargs))
+    return found
+
+
+def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
+    name = func._schema.name
+    foreach = name.startswith("aten::_foreach_") and not name.startswith(_NOT_ELEMENTWISE_FOREACH)
+    if foreach or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        return
+    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        raise ShardedAccessError(
+            f"{sharded[0].fqn}: torch.amp.GradScaler would look for overflow in this rank's shards "
+            "alone, and ranks would skip different steps. Use zshard.GradScaler instead; it takes "
+            "the same arguments."
+        )
+    raise ShardedAccessError(
+        f"{name} needs the whole of {sharded[0].fqn!r} {tuple(sharded[0].shape)}, of which this "
+        f"rank holds {sharded[0]._numel()} elements. In a forward: the parameter is used "
+        f"outside the module of its unit {sharded[0].flat.unit_label!r}; make the module that uses "
+        "it a unit (zshard.wrap(units=...)). Elsewhere: work on whole parameters inside "
+        "zshard.full_params(model); clip with zshard.clip_grad_norm_(model, ...)."
+    )
+
+
+def _refuse_different_layouts(func: Any, sharded: list[Sharded]) -> None:
+    if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return  # torch's optimizers give lists that line up
+    first = sharded[0]
+    for other in sharded[1:]:
+        if other.extent() != first.extent():
+            raise ShardedAccessError(
+                f"{func._schema.name} of {first.fqn!r} and {other.fqn!r}: this rank holds "
+                "different parts of the two. Work on whole parameters inside "
+                "zshard.full_params(model)."
+            )
+
+
+def _refuse_split(func: Any, changed: list[Sharded]) -> None:
+    for target in changed:
+        if target._local is None:
+            raise OptimizerError(
+                f"{func._schema.name} would change {target.fqn!r} in place, whose master is split "
+                "into two 16-bit planes. Only zshard's optimizers update it: use zshard.AdamW, "
+                "Adam or SGD, or Precision(master='fp32'); by hand, copy_ whole values, or write "
+                "inside zshard.full_params(model, write=True)."
+            )
+
+
+def _copy_into_split(target: Sharded, source: object) -> Sharded:
+    begin, end, _ = target.flat.local(target.segment)
+    value = torch.empty(end - begin, dtype=torch.float32, device=target.device)
+    value.copy_(source.local if isinstance(source, Sharded) else source)  # type: ignore[arg-type]
+    target.flat.before_write()
+    target.flat.master.store(begin, value)
+    target.flat.updated(send_written=True)
+    return target
+
+
+def _own_slice(target: Sharded, source: object) -> object:
+    """What of ``source`` goes into ``target``: a whole tensor gives this rank's slice of it."""
+    if not isinstance(source, torch.Tensor) or isinstance(source, Sharded) or source.ndim == 0:
+        return source
+    segment = target.flat.layout.segments[target.segment]
+    if source.shape != segment.shape:
+        raise InputError(
+            f"{target.fqn}: cannot copy a tensor of shape {tuple(source.shape)} into a parameter "
+            f"of shape {tuple(segment.shape)}"
+        )
+    whole = segment.physical(source).reshape(-1)
+    skip = target.flat.local(target.segment).skip
+    return whole[skip : skip + target._numel()]
+
+
+def _local_of(func: Any, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:
+    written = {id(each) for each in changed}
+
+    def local(x: object) -> object:
+        if isinstance(x, ShardedGrad) and id(x) not in written:
+            return x.local.to(x.flat.dtypes.master)  # 16-bit gradients: torch's optimizers mix none
+        if isinstance(x, Sharded):
+            return x.local
+        if isinstance(x, torch.Tensor) and x.ndim > 0 and func is not torch.ops.aten.copy_.default:
+            raise ShardedAccessError(
+                f"{func._schema.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
+                f"{tuple(x.shape)}. In a forward: the parameter is used outside the module of its "
+                f"unit {first.flat.unit_label!r}; make the module that uses it a unit "
+                "(zshard.wrap(units=...)). In an optimizer: its state was made before zshard.wrap. "
+                "Elsewhere: work on whole parameters inside zshard.full_params(model)."
+            )
+        return x
+
+    return local
+
+
+def _mutated(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:
+    """The sharded arguments that ``func``'s schema says it writes."""
+    written: list[Sharded] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if argument.name == "grads" and kwargs.get("grad_scale") is None:
+            continue  # a fused optimizer writes them where it divides them by a loss scale
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written += _sharded_arguments(value, None)
+    return written
+
+
+def _wrap_like(sharded: list[Sharded]) -> Callable[[object], object]:
+    in_order = iter(sharded)
+
+    def wrap(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        like = next(in_order, sharded[0])
+        masters = (like.flat.dtypes.master, like.flat.dtypes.reduce)
+        return Sharded(x, like.flat, like.segment, dtype=None if x.dtype in masters else x.dtype)
+
+    return wrap
