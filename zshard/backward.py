@@ -183,8 +183,7 @@ class Backward:
     def abandon(self, strayed: bool) -> None:
         """Leave the forward or backward under way; see ``Schedule.reset``."""
         for flat in self._reducer.flats:
-            for leaf in flat.leaves:
-                leaf.grad = None
+            flat.grads.drop_leaves()
         reduces = self._crew.phase is Phase.BACKWARD and self.sync
         if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
             self._agreement.finish()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import CommError, InputError
+from .errors import CommError, InputError, WrapError
 from .streams import Lane, Mark, compute_waits
 
 # torch 2.13 renamed these, and warns at every call by the old name.
@@ -111,8 +111,7 @@ class Ranks:
         self.group = group
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
-        # Of the group's backends, the one that handles this device.
-        self.nccl = group is not None and group._get_backend(device).name() == "nccl"
+        self.nccl = group is not None and _backend_name(group, device) == "nccl"
         # What ranks tell each other is for the host, which must not wait for the device.
         self.control = group
         if self.nccl and self.size > 1:
@@ -271,6 +270,17 @@ class Comm:
         self.stats.sent_bytes[op] += sent
         if self.interpose is not None:
             self.interpose(op, tag)
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Of the group's backends, the one that handles ``device``."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError as error:
+        raise WrapError(
+            f"the process group (backend {dist.get_backend(group)!r}) has no backend for {device}, "
+            "where the parameters are: pass device=..., or initialise the group for it"
+        ) from error
 
 
 def groups_of(

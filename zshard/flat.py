@@ -24,6 +24,7 @@ from .comm import Comm
 from .gradient import Gradients
 from .hooks import ParamHooks
 from .layout import Layout, Local
+from .leaf import as_autograd_sees, set_alive
 from .master import Master
 from .param import Sharded
 from .precision import Dtypes
@@ -160,14 +161,16 @@ class Flat:
         self.before_set_trained(self.names[index])
         self.trained[index] = value
         if self.leaves:
-            self.leaves[index].requires_grad_(value)
-            self._watch(index)
+            with as_autograd_sees():
+                self.leaves[index].requires_grad_(value)
+                self._watch(index)
 
     def mark(self, *, valid: bool) -> None:
-        """Say in the version counter what the full buffer holds."""
+        """Say what the full buffer holds: to autograd, and to those who have kept a leaf."""
         if self.base is not None:
             self._marked = 2 * self.updates + (not valid)
             _unsafe_set_version_counter((self.base,), (self._marked,))
+            set_alive(self.leaves, valid)
 
     def written_while_gathered(self) -> bool:
         """Whether somebody wrote to a leaf in place since the last ``mark``."""

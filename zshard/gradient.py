@@ -10,6 +10,7 @@ import torch
 from . import ops
 from .errors import InputError, StateError
 from .layout import Range
+from .leaf import as_autograd_sees
 from .param import Sharded, ShardedGrad
 
 if TYPE_CHECKING:
@@ -158,8 +159,19 @@ class Gradients:
             self._held[index] = None
             self.present[index] = True
 
+    def drop_leaves(self) -> None:
+        """Forget the gradients of a backward that was not reduced."""
+        with as_autograd_sees():
+            for leaf in self._flat.leaves:
+                leaf.grad = None
+
+    @torch.no_grad()
     def hold_back(self) -> None:
         """Move the leaves' gradients of a backward inside no_sync to where they add up."""
+        with as_autograd_sees():
+            self._hold_back()
+
+    def _hold_back(self) -> None:
         flat = self._flat
         # A buffer of the whole unit has room for the sums, unless reduced gradients are in it.
         inside = flat.strategy.whole_grads and not any(self.present)
@@ -181,8 +193,9 @@ class Gradients:
 
     def ready(self) -> list[bool]:
         """Of each parameter: whether this rank has a gradient for it to be reduced."""
-        leaves = self._flat.leaves
-        left = [leaf.grad is not None for leaf in leaves] or [False] * len(self._held)
+        with as_autograd_sees():
+            left = [leaf.grad is not None for leaf in self._flat.leaves]
+        left = left or [False] * len(self._held)
         return [new or held is not None for new, held in zip(left, self._held, strict=True)]
 
     def pack(self, packed: torch.Tensor, scale: float) -> None:
@@ -197,7 +210,8 @@ class Gradients:
             self.hold_back()
             grads, self._held = self._held, [None] * len(flat.names)
         else:
-            grads = [leaf.grad for leaf in flat.leaves]
+            with as_autograd_sees():
+                grads = [leaf.grad for leaf in flat.leaves]
         segments = flat.layout.segments[: len(grads)]
         for name, grad in zip(flat.names, grads, strict=False):
             if grad is not None and grad.layout is not torch.strided:
@@ -210,8 +224,7 @@ class Gradients:
             for grad, segment in zip(grads, segments, strict=True)
         ]
         ops.pack_(packed, sources, [segment.offset for segment in segments], scale)
-        for leaf in flat.leaves:
-            leaf.grad = None
+        self.drop_leaves()
 
     def drop(self) -> None:
         """Forget every gradient, as zero_grad does."""

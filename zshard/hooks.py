@@ -1,21 +1,43 @@
-"""Hooks that users put on parameters: kept here, since autograd never sees a sharded parameter.
+"""Hooks: zshard's own on modules, and the users' on parameters.
 
-A parameter's hooks from before zshard.wrap are taken over with the very dictionaries that torch
-made, so that handles given out then still remove them.
+Those on parameters are kept here, since autograd never sees a sharded one. A parameter's hooks from
+before zshard.wrap are taken over with the very dictionaries that torch made, so that handles given
+out then still remove them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .errors import ShardedAccessError
+
 GradHook = Callable[[torch.Tensor], torch.Tensor | None]
 ParamHook = Callable[[torch.Tensor], None]
 _Hook = TypeVar("_Hook", GradHook, ParamHook)
+
+
+class ModuleHook:
+    """A hook of a wrapped module, which thereby can neither be pickled nor copied."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        # torch.compile breaks its graph here: communication is not for it to trace.
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: object) -> Any:
+        """Call the function."""
+        return self._function(*args)
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardedAccessError(
+            "a wrapped model can neither be pickled nor copied: its parameters are shards of flat "
+            "buffers. Take whole tensors inside zshard.full_params(model); copy the plain model "
+            "before zshard.wrap."
+        )
 
 
 class Hooks(Generic[_Hook]):

@@ -94,6 +94,11 @@ class Sharded(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is not self:
+            if value.dtype != self.dtype or value.device != self.device:
+                raise StateError(
+                    f"{self.fqn}: .data = a tensor of {value.dtype} on {value.device} would change "
+                    f"{self.dtype} on {self.device}, which is fixed by zshard.wrap"
+                )
             with torch.no_grad():
                 self.copy_(value)
 

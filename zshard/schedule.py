@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ from .backward import Backward
 from .buffers import Buffers
 from .comm import Comm
 from .crew import Crew
-from .errors import ShardedAccessError, StateError
+from .errors import StateError, WrapError
+from .hooks import ModuleHook
 from .param import Sharded
 from .phase import Phase, inside_backward
 from .pool import Pool
@@ -32,31 +33,6 @@ from .precision import Precision
 from .reduction import Reducer
 from .structure import cast_floating
 from .unit import State, Unit
-
-
-class HoldsStates(Protocol):
-    """An optimizer that can say what it holds."""
-
-    def state_bytes(self, schedule: Schedule) -> int:
-        """Bytes of its states of one wrapped model."""
-
-
-class _Hook:
-    """A hook of a wrapped module, which thereby can neither be pickled nor copied."""
-
-    def __init__(self, function: Callable[..., object]) -> None:
-        # torch.compile breaks its graph here: communication is not for it to trace.
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-
-    def __call__(self, *args: object) -> Any:
-        return self._function(*args)
-
-    def __reduce__(self) -> NoReturn:
-        raise ShardedAccessError(
-            "a wrapped model can neither be pickled nor copied: its parameters are shards of flat "
-            "buffers. Take whole tensors inside zshard.full_params(model); copy the plain model "
-            "before zshard.wrap."
-        )
 
 
 class Schedule:
@@ -81,10 +57,15 @@ class Schedule:
         self.precision, self.root = precision, units[0]
         self.reducer = Reducer(units, comm, pool, device)
         self.buffers = Buffers(model, comm)
+        # Every module, with its children and the number of its parameters.
+        self._built = [
+            (name, module, list(module._modules.values()), len(module._parameters))
+            for name, module in model.named_modules()
+        ]
         self.crew = Crew(units, comm, self.reducer)
         self.agreement = Agreement(units, comm, prefetch, self.crew, self.reset)
         self.whole = False  # True inside full_params: the modules hold whole parameters
-        self.optimizers: weakref.WeakSet[HoldsStates] = weakref.WeakSet()  # zshard's own
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self._order: list[Unit] = []  # units as the last forward called them
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
         self._trained_changed = False
@@ -103,8 +84,8 @@ class Schedule:
         is_root = unit is self.root
         before = self._root_before if is_root else self._before_hook(unit)
         after = self._root_after if is_root else self._after_hook(unit)
-        unit.module.register_forward_pre_hook(_Hook(before), prepend=True, with_kwargs=True)
-        handle = unit.module.register_forward_hook(_Hook(after), always_call=is_root)
+        unit.module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True)
+        handle = unit.module.register_forward_hook(ModuleHook(after), always_call=is_root)
         unit.last_hook = handle.id
 
     def _before_hook(self, unit: Unit) -> Callable[..., None]:
@@ -132,11 +113,12 @@ class Schedule:
         elif not inside_backward():
             if self.phase is not Phase.IDLE:  # the last forward or backward raised
                 self.reset()
+            self._check_built()
             self._forget_last_forward()
             self._begin_forward()
             self.crew.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
             self._order, self._kept = [], None
-        self.root.remember_inputs((args, kwargs))
+        self.root.passage.enter((args, kwargs))
         self.obtain(self.root)
         self.crew.note("forward", self.root)
         self.agreement.look_ahead()
@@ -204,7 +186,7 @@ class Schedule:
         if self._bypassed():
             return
         unit.let_hooks_see()
-        unit.remember_inputs(inputs)
+        unit.passage.enter(inputs)
         if self.phase is Phase.FORWARD:
             self._order.append(unit)
             self._keep(None)
@@ -245,7 +227,7 @@ class Schedule:
 
     def _watch(self, unit: Unit, output: object) -> bool:
         """Have backward announce itself when it reaches ``output``; whether it can."""
-        own = unit.own_outputs(output)
+        own = unit.passage.leave(output)
         for tensor in own:
             tensor.register_hook(  # type: ignore[no-untyped-call]
                 lambda grad: self.backward.reached(unit)
@@ -332,6 +314,15 @@ class Schedule:
         for unit in self.units:
             self.crew.release(unit)
         self.crew.phase = Phase.IDLE
+
+    def _check_built(self) -> None:
+        for name, module, children, count in self._built:
+            if list(module._modules.values()) != children or len(module._parameters) != count:
+                raise WrapError(
+                    f"{type(module).__name__} {name or 'root'!r} has other modules or parameters "
+                    "than when it was wrapped; those would not be trained together. Change the "
+                    "model before zshard.wrap."
+                )
 
     # --- small things ----------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch import nn
 from .comm import Comm, Handle, Tag
 from .errors import StateError
 from .flat import Flat
+from .passage import Passage
 from .pool import Pool, Slot
 from .strategy import Strategy
 from .structure import map_tensors, tensors_in
@@ -97,7 +98,7 @@ class Unit:
             flat.unit_label = self.label
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
-        self._inputs: list[tuple[torch.Tensor, int]] = []  # of the forward under way
+        self.passage = Passage()  # of the forward under way
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
         self.last_hook = 0  # id of the forward hook that ends the module's forward
         self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None
@@ -201,6 +202,7 @@ class Unit:
 
     def uninstall(self) -> None:
         """Put the sharded parameters back; between forward and backward, memory may stay."""
+        self.passage.forget()
         if self._installed:
             for place in self.places:
                 place.install(self.flats[place.flat].params[place.segment])
@@ -281,19 +283,6 @@ class Unit:
         hooks = self.module._forward_hooks
         if next(reversed(hooks)) != self.last_hook:
             hooks[self.last_hook] = hooks.pop(self.last_hook)
-
-    def remember_inputs(self, inputs: object) -> None:
-        """Note what goes into the module, to tell what only passes through."""
-        if torch.is_grad_enabled():
-            self._inputs = [(t, t._version) for t in tensors_in(inputs) if t.requires_grad]
-
-    def own_outputs(self, output: object) -> list[torch.Tensor]:
-        """The differentiable tensors of ``output`` that have a node of this unit behind them."""
-        passed = {id(tensor) for tensor, version in self._inputs if tensor._version == version}
-        self._inputs = []
-        if not torch.is_grad_enabled():
-            return []
-        return [t for t in tensors_in(output) if t.requires_grad and id(t) not in passed]
 
     def copy_lent(self, output: object) -> object:
         """``output`` with copies of what lies in the slot, which is about to be given back.

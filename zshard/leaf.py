@@ -1,0 +1,49 @@
+"""Leaves: what modules hold as parameters while their unit is gathered, views of the full buffer.
+
+[Note: dead leaves] Between, the memory of a leaf holds another unit. Autograd keeps leaves, and so
+may a user; what autograd does is guarded by version counters, and what a user does by the leaf's
+class: while the unit is not gathered the class is one whose every operation is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.nn import Parameter
+
+from .errors import ShardedAccessError
+
+
+class DeadLeaf(Parameter):
+    """A whole parameter whose unit is not gathered."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        raise ShardedAccessError(
+            "a whole parameter was kept from inside a forward or backward and used after its unit "
+            "was resharded, so its memory holds something else now. Copy what is needed (clone) "
+            "while the unit computes, or read it with zshard.full_param(model, name)."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "zshard: a whole parameter whose unit is not gathered"
+
+
+def set_alive(leaves: Sequence[Parameter], alive: bool) -> None:
+    """Say whether the memory of ``leaves`` holds their values."""
+    kind = Parameter if alive else DeadLeaf
+    for leaf in leaves:
+        leaf.__class__ = kind
+
+
+def as_autograd_sees() -> Any:
+    """A context in which dead leaves are like others, for their gradients."""
+    return torch._C.DisableTorchFunctionSubclass()

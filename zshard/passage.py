@@ -1,0 +1,38 @@
+"""What goes through a unit's forward: which tensors it made, and which only pass through."""
+
+from __future__ import annotations
+
+import torch
+
+from .structure import tensors_in
+
+
+class Passage:
+    """One forward of a unit, from its inputs to its outputs."""
+
+    def __init__(self) -> None:
+        self._given: object = None
+        self._inputs: list[tuple[torch.Tensor, int]] = []
+
+    def enter(self, inputs: object) -> None:
+        """Note what goes in."""
+        if torch.is_grad_enabled():
+            self._given = inputs
+            self._inputs = [(t, t._version) for t in tensors_in(inputs) if t.requires_grad]
+
+    def leave(self, output: object) -> list[torch.Tensor]:
+        """The differentiable tensors that have a node of this unit behind them.
+
+        They may be in ``output``, or left in a list or cache that was among the inputs.
+        """
+        passed = {id(tensor) for tensor, version in self._inputs if tensor._version == version}
+        given = self._given
+        self.forget()
+        if not torch.is_grad_enabled():
+            return []
+        found = {id(t): t for t in tensors_in((output, given)) if t.requires_grad}
+        return [tensor for key, tensor in found.items() if key not in passed]
+
+    def forget(self) -> None:
+        """Let go of the inputs."""
+        self._given, self._inputs = None, []
