@@ -55,10 +55,10 @@ format: $(LINTERS)
 	$(VENV)/bin/ruff format $(PYTHON_SOURCES)
 	$(VENV)/bin/clang-format -i $(CPP_SOURCES)
 
-# Host tests of the headers that CPU and CUDA share, under ASan and UBSan.
+# Host tests of the headers that CPU and CUDA share and of the kernels, under ASan and UBSan.
 check-headers:
 	cmake -S cmake -B build/host $(if $(wildcard $(VENV)/bin/python),-DPython_EXECUTABLE='$(CURDIR)/$(VENV)/bin/python')
-	cmake --build build/host
+	cmake --build build/host --parallel $(shell nproc)
 	ctest --test-dir build/host --output-on-failure
 
 # One wheel under two releases of torch; downloads a CUDA build of torch, so on demand only.

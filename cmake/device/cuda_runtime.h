@@ -1,0 +1,63 @@
+// Just enough of CUDA to run csrc/cuda/*.cu on the host, where there is no GPU: kernels_test.cpp
+// compiles them with this header in place of the real one. A block's threads are fibres that take
+// turns at barriers; blocks run one after another. What it cannot show: the device's own
+// conversions, its memory model within a warp, and speed.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(threads)
+#define __shared__ static  // one block runs at a time
+
+struct dim3 {
+    unsigned x;
+    dim3(unsigned count = 1) : x(count) {}
+};
+
+using cudaError_t = int;
+using cudaStream_t = void*;
+inline constexpr cudaError_t cudaSuccess = 0;
+
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    cudaStream_t stream;
+};
+
+extern dim3 threadIdx, blockIdx, gridDim;
+using std::isfinite, std::min;
+
+namespace zshard::device {
+
+// Waits for the block's other threads; returns whether any of them brought a value that is not 0.
+int barrier(int value);
+
+// Runs body once for each thread of each block. An error where a thread traps; the test fails where
+// threads do not all reach a barrier.
+cudaError_t run(dim3 grid, dim3 block, const std::function<void()>& body);
+
+struct Trap {};
+
+}  // namespace zshard::device
+
+inline void __syncthreads() { zshard::device::barrier(0); }
+inline int __syncthreads_or(int value) { return zshard::device::barrier(value); }
+[[noreturn]] inline void __trap() { throw zshard::device::Trap{}; }
+
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+inline const char* cudaGetErrorString(cudaError_t) { return "a thread trapped"; }
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               const Args&... args) {
+    return zshard::device::run(config->gridDim, config->blockDim, [&] { kernel(args...); });
+}
