@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 
 import models
@@ -274,3 +276,23 @@ def test_ranks_that_wrap_with_different_options_are_told_which() -> None:
     for message in run_ranks(different_options, 2):
         assert "rank 0: precision=Precision(compute=None" in message
         assert "rank 1: precision=Precision(compute=torch.bfloat16" in message
+
+
+def dropped_model(rank: int, world_size: int) -> bool:
+    model, _ = pair()
+    optimizer = zshard.AdamW(model.parameters())
+    handle = model.inlet.weight.register_hook(lambda grad: grad)
+    for step in range(2):
+        models.loss_of(model, batch(rank, step)).backward()
+        zshard.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    gone = weakref.ref(model), weakref.ref(model.blocks[0].up.weight)
+    del model, optimizer, handle
+    gc.collect()
+    return all(reference() is None for reference in gone)
+
+
+def test_a_model_that_nobody_holds_is_freed() -> None:
+    assert dropped_model(0, 1)
+    assert run_ranks(dropped_model, 2) == [True, True]

@@ -63,21 +63,28 @@ def check(
         )
     gathered = comm.all_gather_object(facts, Tag(0, "wrap", "root"))
     everyone: list[list[_Fact]] = [[_Fact(*f) for f in rank] for rank in gathered]  # type: ignore[attr-defined]
-    for position in range(max(map(len, everyone))):
-        _compare([facts[position] if position < len(facts) else None for facts in everyone])
+    by_name = [{fact.name: fact for fact in facts} for facts in everyone]
+    for name in dict.fromkeys(fact.name for facts in everyone for fact in facts):
+        _compare(name, [facts.get(name) for facts in by_name])
+    orders = [[fact.name for fact in facts] for facts in everyone]
+    for rank, order in enumerate(orders):
+        for ours, theirs in zip(orders[0], order, strict=True):
+            if ours != theirs:
+                raise MismatchError(
+                    f"parameters are registered in another order on rank {rank}: {theirs} where "
+                    f"rank 0 has {ours}"
+                )
 
 
-def _compare(facts: Sequence[_Fact | None]) -> None:
+def _compare(name: str, facts: Sequence[_Fact | None]) -> None:
     first = facts[0]
     differing = [rank for rank, fact in enumerate(facts) if fact != first]
     if not differing:
         return
     other = facts[differing[0]]
     if first is None or other is None:
-        present = first or other
-        assert present is not None
         raise MismatchError(
-            f"only some ranks have the parameter {present.name!r}: ranks "
+            f"only some ranks have the parameter {name!r}: ranks "
             f"{[r for r, fact in enumerate(facts) if fact is not None]} do. Every rank must build "
             "the same model."
         )
@@ -87,7 +94,6 @@ def _compare(facts: Sequence[_Fact | None]) -> None:
     else:
         a, b = getattr(first, field), getattr(other, field)
         detail = f"differ in {field}: {a!r} on rank 0, {b!r} on rank {differing[0]}"
-    name = first.name if field != "name" else f"{first.name}/{other.name}"
     raise MismatchError(f"parameter {name}: rank 0 and ranks {differing} {detail}")
 
 

@@ -12,6 +12,7 @@ another unit's numbers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -144,12 +145,21 @@ class Flat:
     def _watch(self, index: int) -> None:
         """Have backward call when the gradient of leaf ``index`` is there."""
         leaf = self.leaves[index]
-        if leaf.requires_grad and index not in self._watched:
-            self._watched.add(index)
-            leaf.register_hook(self.hooks[index].change)  # type: ignore[no-untyped-call]
-            leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda leaf: self._on_leaf_grad(index)
-            )
+        if not leaf.requires_grad or index in self._watched:
+            return
+        self._watched.add(index)
+        flat = weakref.ref(self)  # autograd keeps hooks out of the garbage collector's sight
+
+        def change(grad: torch.Tensor) -> torch.Tensor:
+            owner = flat()
+            return grad if owner is None else owner.hooks[index].change(grad)
+
+        def done(leaf: torch.Tensor) -> None:
+            if (owner := flat()) is not None:
+                owner._on_leaf_grad(index)
+
+        leaf.register_hook(change)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
 
     @property
     def requires_grad(self) -> bool:

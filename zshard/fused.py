@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .batches import Batch, Hyper, Kind, has_grad, kind_of
 from .errors import OptimizerError
 from .param import Sharded
-from .schedule import Schedule
+from .schedule import LIVE, Schedule
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
@@ -49,13 +49,14 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             OptimizerError: parameters that were wrapped after the optimizer had taken a step on
-                them, or whose master is not fp32.
+                them, or whose master is not fp32; or those of a copy of the model that was wrapped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._build()
+        self._refuse_other_models()
         for kind, batch in self._batches.items():
             if kind.schedule is not None:
                 kind.schedule.backward.require_gradients()
@@ -64,6 +65,17 @@ class FusedOptimizer(Optimizer):
             if schedule is not None:
                 schedule.renew()
         return loss
+
+    def _refuse_other_models(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        if any(isinstance(p, Sharded) or p.grad is not None for p in params):
+            return
+        if model := _wrapped_like(params):
+            raise OptimizerError(
+                f"none of this optimizer's {len(params)} parameters is sharded or has a gradient, "
+                f"while a wrapped {model} with parameters of the same shapes has gradients: the "
+                "optimizer was given a copy's. Give it those of the wrapped model."
+            )
 
     def _update(self, kind: Kind, batch: Batch) -> None:
         active = [has_grad(row.param) for row in batch.rows]
@@ -168,3 +180,14 @@ class FusedOptimizer(Optimizer):
 def _is_trained(param: torch.Tensor) -> bool:
     """Whether there are gradients for ``param``, or others of its shard."""
     return not isinstance(param, Sharded) or param.flat.requires_grad
+
+
+def _wrapped_like(params: list[torch.Tensor]) -> str | None:
+    """The class of a wrapped model that has gradients, and parameters of the shapes of these."""
+    shapes = sorted(tuple(p.shape) for p in params)
+    for schedule in LIVE:
+        if sorted(tuple(p.shape) for p in schedule.parameters()) == shapes:
+            schedule.reducer.settle()
+            if any(any(flat.grads.present) for flat in schedule.reducer.flats):
+                return type(schedule.model).__name__
+    return None

@@ -152,6 +152,17 @@ class Sharded(torch.Tensor):
             f"{self._numel()} of {self.numel()} elements on this rank"
         )
 
+    def tolist(self) -> NoReturn:
+        """Refused: it needs the whole tensor."""
+        raise ShardedAccessError(
+            f"{self.fqn}: this rank holds {self._numel()} of {self.numel()} elements; read the "
+            "whole with zshard.full_param(model, name)"
+        )
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: it needs the whole tensor."""
+        self.tolist()
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ShardedAccessError(
             f"{self.fqn}: a wrapped model cannot be deep-copied: its parameters are shards of flat "

@@ -34,6 +34,8 @@ from .reduction import Reducer
 from .structure import cast_floating
 from .unit import State, Unit
 
+LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
+
 
 class Schedule:
     """Runs the units of one wrapped model.
@@ -77,6 +79,7 @@ class Schedule:
                 flat.schedule = self
                 flat.before_set_trained = self._before_set_trained
             self._hook(unit)
+        LIVE.add(self)
 
     def _hook(self, unit: Unit) -> None:
         # First among the pre-hooks and last among the hooks, so that users' find the parameters

@@ -1,0 +1,221 @@
+"""Bad input: a typed error that names what and where, on every rank, and a model that goes on.
+
+One test for each row of the README's table that no other file has. tests/test_agreement.py has
+ranks that do different things, tests/test_guards.py and test_habits.py graphs and exceptions,
+tests/test_freezing.py requires_grad, and tests/test_params.py sharded access.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from models import Block, Blocks
+from ranks import run_ranks
+from steps import batch
+from torch import Tensor, nn
+
+import zshard
+
+Act = Callable[[nn.Module], object]
+
+
+def goes_on(model: nn.Module) -> None:
+    model.zero_grad()
+    models.loss_of(model, batch(0, 1)).backward()
+
+
+def append_block(model: nn.Module) -> object:
+    model.blocks.append(Block())
+    return lambda: model.blocks.__delitem__(3)
+
+
+def replace_block(model: nn.Module) -> object:
+    before = model.blocks[1]
+    model.blocks[1] = Block()
+    return lambda: model.blocks.__setitem__(1, before)
+
+
+def add_parameter(model: nn.Module) -> object:
+    model.blocks[0].scale = nn.Parameter(torch.ones(1))
+    return lambda: model.blocks[0].__delattr__("scale")
+
+
+def replace_parameter(model: nn.Module) -> object:
+    before = model.inlet.weight
+    model.inlet.weight = nn.Parameter(torch.zeros(7, 3))
+    return lambda: model.inlet.__setattr__("weight", before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (append_block, r"ModuleList 'blocks' has other modules or parameters"),
+        (replace_block, r"ModuleList 'blocks' has other modules or parameters"),
+        (add_parameter, r"Block 'blocks\.0' has other modules or parameters"),
+        (replace_parameter, r"Linear\.weight was replaced after zshard\.wrap"),
+    ],
+)
+def test_what_is_added_or_replaced_after_wrap_is_refused_and_can_be_undone(
+    change: Callable[[nn.Module], Callable[[], object]], message: str
+) -> None:
+    model = zshard.wrap(Blocks())
+    undo = change(model)
+    with pytest.raises(zshard.Error, match=message):
+        model(batch(0, 0))
+    undo()
+    goes_on(model)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda m: m.half(), r"inlet\.weight: dtype and device cannot change"),
+        (lambda m: m.to(torch.float64), r"inlet\.weight: dtype and device cannot change"),
+        (lambda m: m.to("meta"), r"inlet\.weight: dtype and device cannot change"),
+        (lambda m: setattr(m.inlet.weight, "data", torch.ones(7, 3).half()), r"float16 on cpu"),
+        (lambda m: setattr(m.inlet.weight, "data", torch.ones(7, 3, device="meta")), r"on meta"),
+        (lambda m: setattr(m.inlet.weight, "data", torch.ones(3, 7)), r"\(3, 7\).*\(7, 3\)"),
+        (lambda m: zshard.wrap(m), r"wrapped already"),
+        (lambda m: zshard.wrap(nn.Sequential(m)), r"0\.inlet\.weight is a Sharded"),
+        (lambda m: m.inlet.weight @ torch.ones(3), r"inlet\.weight"),
+        (lambda m: m.inlet.weight.tolist(), r"inlet\.weight"),
+        (lambda m: m.inlet.weight[0], r"inlet\.weight"),
+        (lambda m: m.inlet.weight.norm(), r"inlet\.weight"),
+        (
+            lambda m: torch.func.functional_call(m, dict(Blocks().named_parameters()), batch(0, 0)),
+            "re",
+        ),
+    ],
+)
+def test_what_would_break_a_wrapped_model_is_refused_and_it_goes_on(act: Act, message: str) -> None:
+    model = zshard.wrap(Blocks())
+    with pytest.raises((zshard.Error, RuntimeError), match=message):
+        act(model)
+    goes_on(model)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (
+            nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False),
+            "odd has dtype.*int32",
+        ),
+        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "odd has dtype.*complex64"),
+        (nn.Parameter(torch.ones(2, device="meta")), "odd on meta.*device"),
+        (nn.UninitializedParameter(), "odd is a UninitializedParameter"),
+    ],
+)
+def test_parameters_that_cannot_be_sharded_are_refused_by_name_before_anything_is(
+    parameter: nn.Parameter, message: str
+) -> None:
+    model = Blocks()
+    model.odd = parameter
+    with pytest.raises(zshard.WrapError, match=message):
+        zshard.wrap(model)
+    assert type(model.inlet.weight) is nn.Parameter
+    del model.odd
+    goes_on(zshard.wrap(model))
+
+
+class Keeper(Block):
+    """Keeps a reference to its weight from inside forward, as a careless logger does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["kept"] = self.up.weight
+        return super().forward(x)
+
+
+def kept_weight(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks(block=Keeper), strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters())
+    models.loss_of(model, batch(rank, 0)).backward()
+    optimizer.step()
+    kept = model.blocks[0].kept
+    for use in (torch.sum, Tensor.tolist, lambda t: t.shape, lambda t: t + 1, lambda t: t.data):
+        with pytest.raises(zshard.ShardedAccessError, match=r"zshard\.full_param"):
+            use(kept)
+    assert "not gathered" in repr(kept)
+    goes_on(model)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_kept_reference_to_a_gathered_weight_is_an_error_not_another_units_numbers(
+    strategy: str,
+) -> None:
+    run_ranks(kept_weight, 2, strategy)
+
+
+def test_a_kept_reference_is_an_error_on_one_rank_too() -> None:
+    kept_weight(0, 1, "zero3")
+
+
+def test_an_optimizer_over_a_copys_parameters_is_refused_at_its_step() -> None:
+    gc.collect()  # the models of tests before
+    optimizer = zshard.AdamW(Blocks().parameters())
+    model = zshard.wrap(Blocks())
+    optimizer.step()  # nobody has gradients: nothing to do, as in torch
+    models.loss_of(model, batch(0, 0)).backward()
+    with pytest.raises(zshard.OptimizerError, match=r"was given a copy's"):
+        optimizer.step()
+    goes_on(model)
+
+
+def test_clipping_another_models_parameters_is_refused() -> None:
+    zshard.wrap(Blocks())
+    with pytest.raises(zshard.InputError, match="not of a wrapped model"):
+        zshard.clip_grad_norm_(list(Blocks().parameters()), 1.0)
+
+
+def test_double_backward_is_refused_and_the_model_goes_on() -> None:
+    model = zshard.wrap(Blocks())
+    loss = models.loss_of(model, batch(0, 0))
+    with pytest.raises(zshard.StateError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+    goes_on(model)
+
+
+def unlike_models(rank: int, world_size: int, difference: str) -> str:
+    torch.manual_seed(0)
+    model, options = Blocks(), {}
+    if rank == 1 and difference == "name":
+        model.entry = model.inlet
+        del model.inlet
+    elif rank == 1 and difference == "shape":
+        model.outlet = nn.Linear(7, 2)
+    elif rank == 1 and difference == "dtype":
+        model.outlet.double()
+    elif rank == 1 and difference == "unit":
+        options = {"units": "model"}
+    elif rank == 1 and difference == "values":
+        model.blocks[2].up.bias.data[3] += 1e-6
+    elif rank == 1 and difference == "requires_grad":
+        model.outlet.bias.requires_grad_(False)
+    elif rank == 1 and difference == "missing":
+        model.blocks = nn.ModuleList([*model.blocks, Block()])
+    with pytest.raises(zshard.MismatchError) as caught:
+        zshard.wrap(model, **options)
+    assert type(model.outlet.weight) is nn.Parameter
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [
+        ("name", "only some ranks have the parameter 'inlet.weight': ranks [0] do"),
+        ("shape", "outlet.weight: rank 0 and ranks [1] differ in shape: (1, 7) on rank 0, (2, 7)"),
+        ("dtype", "outlet.weight: rank 0 and ranks [1] differ in dtype: 'torch.float32'"),
+        ("unit", "blocks.0.norm.weight: rank 0 and ranks [1] differ in unit: 'blocks.0' on rank 0"),
+        ("values", "blocks.2.up.bias: rank 0 and ranks [1] have different values"),
+        ("requires_grad", "outlet.bias: rank 0 and ranks [1] differ in requires_grad"),
+        ("missing", "blocks.3"),
+    ],
+)
+def test_ranks_whose_models_differ_are_told_where_on_every_rank(difference: str, said: str) -> None:
+    for message in run_ranks(unlike_models, 2, difference):
+        assert said in message, message
