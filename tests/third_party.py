@@ -75,7 +75,7 @@ def mixtral() -> nn.Module:
 
     Its loss has a term of router outputs that hooks took out of the blocks.
     """
-    sizes = {**kSizes, "hidden_size": 24, "intermediate_size": 20}  # grouped_mm: multiples of 4
+    sizes = {**kSizes, "hidden_size": 24, "intermediate_size": 40}  # grouped_mm: multiples of 8
     config = hf.MixtralConfig(
         **sizes, num_key_value_heads=1, num_local_experts=5, output_router_logits=True
     )
