@@ -209,6 +209,8 @@ def test_what_would_be_lost_or_wrong_is_refused_by_name() -> None:
         model.half()
     with pytest.raises(zshard.ShardedAccessError, match="different parts"):
         weight.detach() * model.outlet.weight.detach()
+    with pytest.raises(zshard.ShardedAccessError, match="equal needs the whole"):
+        torch.equal(weight, weight)  # an answer that would depend on the rank
     plain.inlet.weight.register_hook(lambda grad: grad)
     with pytest.raises(zshard.WrapError, match=r"inlet\.weight has hooks"):
         zshard.wrap(plain)
