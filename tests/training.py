@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import models
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zshard
 
 kSteps = 10
+Batch = TypeVar("Batch")
 
 
 @dataclass
@@ -89,8 +90,9 @@ class Wrapped:
 def train(
     side: Plain | Wrapped,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[Tensor],
+    batches: Sequence[Batch],
     *,
+    loss_of: Callable[[nn.Module, Batch], Tensor] = models.loss_of,
     clip: tuple[float, float] | None = None,
     accumulate: int = 1,
     no_sync: bool = True,
@@ -102,6 +104,7 @@ def train(
         side: the model, plain or wrapped.
         optimizer: over the parameters of `side.module`.
         batches: this rank's micro-batches, `accumulate` of them a step.
+        loss_of: the scalar loss of the model on a micro-batch.
         clip: (max_norm, norm_type), or None.
         accumulate: micro-batches a step.
         no_sync: hold communication back until the last micro-batch of a step.
@@ -114,7 +117,7 @@ def train(
         for index, batch in enumerate(micro):
             hold = no_sync and index < len(micro) - 1
             with side.no_sync() if hold else nullcontext():
-                loss = models.loss_of(side.model, batch) / accumulate
+                loss = loss_of(side.model, batch) / accumulate
                 loss.backward()
             record.losses.append(loss.detach().clone())
         record.gradients.append({name: side.gradient(name) for name in names})

@@ -76,7 +76,9 @@ def _sharded_arguments(args: object, kwargs: object) -> list[Sharded]:
 def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
     name = func._schema.name
     foreach = name.startswith("aten::_foreach_") and not name.startswith(_NOT_ELEMENTWISE_FOREACH)
-    if foreach or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+    # torch tags aten::equal as pointwise too, but its one answer is about all elements.
+    pointwise = torch.Tag.pointwise in func.tags and name != "aten::equal"
+    if foreach or name in _ELEMENTWISE or pointwise:
         return
     if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
         raise ShardedAccessError(

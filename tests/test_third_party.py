@@ -1,0 +1,117 @@
+"""Models from transformers, and batch normalisation: five AdamW steps equal DDP's, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import ranks
+import third_party
+import torch
+from ranks import run_ranks
+from third_party import Batch
+from torch import Tensor, nn
+from training import Plain, Record, Wrapped, adamw, assert_same_bits, train
+
+import zshard
+
+kSteps = 5
+kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+
+# The server starts before the first test and after this import: only where this file is run.
+ranks.kPreloaded += third_party.kModules
+
+
+@dataclass
+class Outcome:
+    """What one rank has after its last step."""
+
+    record: Record
+    evaluation: Tensor  # 0-d, the loss of the first batch in evaluation mode
+    buffers: dict[str, Tensor]
+    routing: list[set[int]]  # experts used, one set a call of a mixture, in order
+
+
+def watch_routing(model: nn.Module) -> list[set[int]]:
+    """Collect which experts this rank uses, call by call."""
+    seen: list[set[int]] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        chosen = args[1]  # (tokens, k) indices, or (tokens, 1, experts) one-hot
+        seen.append(set((chosen if chosen.ndim == 2 else chosen.argmax(-1)).flatten().tolist()))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(note)
+    return seen
+
+
+def run(side: Plain | Wrapped, data: list[Batch], rank: int) -> Outcome:
+    routing = watch_routing(side.module)
+    torch.manual_seed(5 + rank)  # dropout's numbers, other ones on every rank
+    record = train(side, adamw(side.module), data, loss_of=third_party.loss_of)
+    side.module.eval()
+    with torch.no_grad():
+        evaluation = third_party.loss_of(side.model, data[0])
+    return Outcome(record, evaluation, dict(side.module.named_buffers()), routing)
+
+
+def both_sides(
+    rank: int, world_size: int, name: str, options: dict[str, object]
+) -> tuple[Outcome, Outcome]:
+    """Train the same case plain (under DDP on several ranks), then wrapped: (wrapped, plain)."""
+    data = third_party.batches(name, kSteps, rank)
+    plain = Plain(third_party.build(name), world_size, third_party.kCases[name].unused)
+    expected = run(plain, data, rank)
+    wrapped = Wrapped(zshard.wrap(third_party.build(name), **options))
+    return run(wrapped, data, rank), expected
+
+
+def assert_same_outcome(actual: Outcome, expected: Outcome) -> None:
+    assert_same_bits(actual.record, expected.record)
+    assert torch.equal(actual.evaluation, expected.evaluation)
+    assert list(actual.buffers) == list(expected.buffers)
+    for name, buffer in expected.buffers.items():
+        assert torch.equal(actual.buffers[name], buffer), name
+
+
+def assert_trained(name: str, outcome: Outcome) -> None:
+    for path, start in third_party.build(name).named_parameters():
+        end = outcome.record.parameters[path]
+        assert torch.isfinite(end).all() and not torch.equal(end, start), f"{path} was not trained"
+
+
+def assert_ranks_differ(outcomes: list[Outcome]) -> None:
+    losses = {float(outcome.record.losses[0]) for outcome in outcomes}
+    assert len(losses) == len(outcomes), "the ranks trained on one batch: reduction was not tested"
+
+
+@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("name", third_party.kCases)
+def test_five_steps_equal_ddps_bit_by_bit(name: str, strategy: str) -> None:
+    results = run_ranks(both_sides, 2, name, {"strategy": strategy})
+    for actual, expected in results:
+        assert_same_outcome(actual, expected)
+        assert_trained(name, expected)
+    assert_ranks_differ([actual for actual, _ in results])
+
+
+@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("name", third_party.kCases)
+def test_five_steps_equal_the_plain_models_bit_by_bit(name: str, strategy: str) -> None:
+    actual, expected = both_sides(0, 1, name, {"strategy": strategy})
+    assert_same_outcome(actual, expected)
+    assert_trained(name, expected)
+
+
+@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize(
+    "name", [name for name in third_party.kCases if third_party.kCases[name].experts]
+)
+def test_steps_of_experts_that_are_units_equal_ddps(name: str, strategy: str) -> None:
+    options = {"strategy": strategy, "units": third_party.blocks_and_experts(name)}
+    results = run_ranks(both_sides, 2, name, options)
+    for actual, expected in results:
+        assert_same_outcome(actual, expected)
+    mine, other = (expected.routing for _, expected in results)
+    assert (mine == other) == (name == "switch_balanced"), f"experts: {mine} and {other}"
