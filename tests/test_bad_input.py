@@ -8,6 +8,7 @@ tests/test_freezing.py requires_grad, and tests/test_params.py sharded access.
 from __future__ import annotations
 
 import gc
+import io
 from collections.abc import Callable
 
 import models
@@ -83,6 +84,11 @@ def test_what_is_added_or_replaced_after_wrap_is_refused_and_can_be_undone(
         (lambda m: zshard.wrap(nn.Sequential(m)), r"0\.inlet\.weight is a Sharded"),
         (lambda m: m.inlet.weight @ torch.ones(3), r"inlet\.weight"),
         (lambda m: m.inlet.weight.tolist(), r"inlet\.weight"),
+        (lambda m: m.inlet.weight.numpy(), r"inlet\.weight.*zshard\.full_param"),
+        (lambda m: m.inlet.weight.data_ptr(), r"inlet\.weight.*zshard\.full_param"),
+        (lambda m: m.share_memory(), r"inlet\.weight.*zshard\.full_param"),
+        (lambda m: torch.save(m, io.BytesIO()), r"zshard\.full_params"),
+        (lambda m: torch.save(m.state_dict(), io.BytesIO()), r"zshard\.full_params"),
         (lambda m: m.inlet.weight[0], r"inlet\.weight"),
         (lambda m: m.inlet.weight.norm(), r"inlet\.weight"),
         (

@@ -54,6 +54,7 @@ class Backward:
         self._forwards = forwards
         self.current: Unit | None = None
         self.sync = True
+        self._reduces = True  # what ``sync`` was as the last backward began
         self._end: weakref.ref[EndOfBackward] | None = None
         # What a backward goes through: the forwards since the last one, and how many backwards
         # there were since those.
@@ -96,8 +97,9 @@ class Backward:
             )
         self._reducer.settle()  # of the backward before
         self._forwards.settle_trained()
-        about = f"{self._since};{self._count};{self.sync}"
-        self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=self.sync)
+        self._reduces = self.sync
+        about = f"{self._since};{self._count};{self._reduces}"
+        self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=self._reduces)
         self._crew.phase = Phase.BACKWARD
         self._count += 1
         self.current = None
@@ -106,7 +108,7 @@ class Backward:
             unit.in_use = False  # what forward has left gathered may go
         if self._root.state is State.GATHERED:
             self._root.install()  # a checkpointed region may be of the root's own modules
-        if self.sync:
+        if self._reduces:
             self._reducer.start()
         engine = torch.autograd.Variable._execution_engine
         end = EndOfBackward(self._finish)
@@ -115,7 +117,7 @@ class Backward:
 
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin()
-        if self.sync and self._agreement.has_reduced(unit):
+        if self._reduces and self._agreement.has_reduced(unit):
             raise StateError(
                 f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
                 "had been reduced. It is used in several reentrant checkpoints; pass "
@@ -126,7 +128,7 @@ class Backward:
             return
         if unit.may_free_early:
             self._crew.release(unit)
-        if self.sync:
+        if self._reduces:
             self._agreement.ready(unit)
 
     def _finish(self) -> None:
@@ -134,13 +136,13 @@ class Backward:
         for unit in self._units:
             self._crew.release(unit)
         self._agreement.finish()
-        if self.sync:
+        if self._reduces:
             self._crew.end_reductions()
         else:
             for flat in self._reducer.flats:
                 flat.grads.hold_back()
         self._crew.phase = Phase.IDLE
-        if self.sync:
+        if self._reduces:
             self._run_hooks()
 
     def _run_hooks(self) -> None:
@@ -184,7 +186,7 @@ class Backward:
         """Leave the forward or backward under way; see ``Schedule.reset``."""
         for flat in self._reducer.flats:
             flat.grads.drop_leaves()
-        reduces = self._crew.phase is Phase.BACKWARD and self.sync
+        reduces = self._crew.phase is Phase.BACKWARD and self._reduces
         if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
             self._agreement.finish()
             if reduces:

@@ -9,7 +9,7 @@ sees those. A sharded parameter is never part of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -152,17 +152,6 @@ class Sharded(torch.Tensor):
             f"{self._numel()} of {self.numel()} elements on this rank"
         )
 
-    def tolist(self) -> NoReturn:
-        """Refused: it needs the whole tensor."""
-        raise ShardedAccessError(
-            f"{self.fqn}: this rank holds {self._numel()} of {self.numel()} elements; read the "
-            "whole with zshard.full_param(model, name)"
-        )
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: it needs the whole tensor."""
-        self.tolist()
-
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ShardedAccessError(
             f"{self.fqn}: a wrapped model cannot be deep-copied: its parameters are shards of flat "
@@ -187,6 +176,23 @@ class Sharded(torch.Tensor):
         from .dispatch import run  # not above: it asks what is Sharded
 
         return run(func, args, kwargs or {})
+
+
+def _needs_memory(name: str) -> Callable[..., NoReturn]:
+    """A method of torch.Tensor that looks at memory, of which a sharded tensor has none."""
+
+    def refused(self: Sharded, *args: object, **kwargs: object) -> NoReturn:
+        raise ShardedAccessError(
+            f"{self.fqn}: {name} needs the whole of it, of which this rank holds {self._numel()} "
+            f"of {self.numel()} elements. Read it with zshard.full_param(model, name), or work "
+            "inside zshard.full_params(model)."
+        )
+
+    return refused
+
+
+for _name in ("tolist", "numpy", "item", "share_memory_", "data_ptr", "__dlpack__", "__array__"):
+    setattr(Sharded, _name, _needs_memory(_name))
 
 
 class ShardedGrad(Sharded):

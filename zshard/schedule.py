@@ -24,14 +24,14 @@ from .backward import Backward
 from .buffers import Buffers
 from .comm import Comm
 from .crew import Crew
-from .errors import StateError, WrapError
+from .errors import StateError
 from .hooks import ModuleHook
 from .param import Sharded
 from .phase import Phase, inside_backward
 from .pool import Pool
 from .precision import Precision
 from .reduction import Reducer
-from .structure import cast_floating
+from .structure import Structure, cast_floating
 from .unit import State, Unit
 
 LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
@@ -59,11 +59,7 @@ class Schedule:
         self.precision, self.root = precision, units[0]
         self.reducer = Reducer(units, comm, pool, device)
         self.buffers = Buffers(model, comm)
-        # Every module, with its children and the number of its parameters.
-        self._built = [
-            (name, module, list(module._modules.values()), len(module._parameters))
-            for name, module in model.named_modules()
-        ]
+        self.structure = Structure(model)
         self.crew = Crew(units, comm, self.reducer)
         self.agreement = Agreement(units, comm, prefetch, self.crew, self.reset)
         self.whole = False  # True inside full_params: the modules hold whole parameters
@@ -116,7 +112,7 @@ class Schedule:
         elif not inside_backward():
             if self.phase is not Phase.IDLE:  # the last forward or backward raised
                 self.reset()
-            self._check_built()
+            self.structure.check_unchanged()
             self._forget_last_forward()
             self._begin_forward()
             self.crew.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
@@ -267,9 +263,12 @@ class Schedule:
         due = [u for u in in_order if u.strategy.resident and (u.outdated or u.is_sharded)]
         if not due:
             return
+        if self.backward.raised:
+            self.reset()
         for unit in due:
             self.crew.reshard(unit)
-        self.agreement.begin(Ask.RENEW, "", "a gather of updated parameters")
+        about = " ".join(unit.label for unit in due)
+        self.agreement.begin(Ask.RENEW, about, "a gather of updated parameters")
         for unit in due:
             if unit.is_sharded:  # not gathered for another rank's sake meanwhile
                 self.agreement.need(unit)
@@ -318,15 +317,6 @@ class Schedule:
             self.crew.release(unit)
         self.crew.phase = Phase.IDLE
 
-    def _check_built(self) -> None:
-        for name, module, children, count in self._built:
-            if list(module._modules.values()) != children or len(module._parameters) != count:
-                raise WrapError(
-                    f"{type(module).__name__} {name or 'root'!r} has other modules or parameters "
-                    "than when it was wrapped; those would not be trained together. Change the "
-                    "model before zshard.wrap."
-                )
-
     # --- small things ----------------------------------------------------------------------------
 
     def _bypassed(self) -> bool:
@@ -343,5 +333,13 @@ class Schedule:
 
         Raises:
             MismatchError: on every rank, if they are not.
+            StateError: inside a forward or backward.
         """
+        if self.backward.raised:
+            self.reset()
+        if self.phase is not Phase.IDLE:
+            raise StateError(
+                f"{what} is for between steps, and the model is {self.phase.value}: what it needs "
+                "would be communicated in the middle of that"
+            )
         self.agreement.begin(Ask.CALL, what, what)

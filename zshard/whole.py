@@ -14,7 +14,6 @@ from torch import nn
 from .comm import Comm, Tag
 from .errors import InputError, StateError
 from .flat import Flat
-from .phase import Phase
 from .schedule import Schedule
 from .unit import State
 from .wrap import schedule_of
@@ -60,15 +59,11 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
     Raises:
         StateError: inside a forward or backward, or inside another full_params.
+        InputError: at the end, for a parameter that was replaced by one of another shape.
     """
     schedule = schedule_of(model)
-    if schedule.backward.raised:
-        schedule.reset()
-    if schedule.phase is not Phase.IDLE or schedule.whole:
-        raise StateError(
-            "zshard.full_params cannot be entered inside a forward, a backward or another "
-            f"full_params; the model is {schedule.phase.value}"
-        )
+    if schedule.whole:
+        raise StateError("zshard.full_params cannot be entered inside another full_params")
     schedule.begin_call("full_params")
     lent = [[_lend(flat, schedule) for flat in unit.flats] for unit in schedule.units]
     schedule.whole = True
@@ -81,10 +76,15 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         yield model
     finally:
         schedule.whole = False
+        given = {id(param) for params in lent for whole in params for param in whole}
         for unit, params in zip(schedule.units, lent, strict=True):
             for place in unit.places:
+                now = place.module._parameters.get(place.attribute)
+                if now is not None and id(now) not in given:  # load_state_dict(assign=True)
+                    params[place.flat][place.segment] = now
                 place.install(unit.flats[place.flat].params[place.segment])
-            if write:
+        if write:
+            for unit, params in zip(schedule.units, lent, strict=True):
                 for flat, whole in zip(unit.flats, params, strict=True):
                     _take_back(flat, whole)
 
