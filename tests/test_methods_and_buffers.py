@@ -153,6 +153,34 @@ def test_batch_norm_trains_and_evaluates_as_under_ddp(strategy: str) -> None:
     assert run_ranks(normalised, 2, strategy) == [[], []]
 
 
+def half_precision(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = zshard.wrap(Normalised(), precision=zshard.Precision.bf16())
+    dtypes = {
+        name: flat.dtypes.compute
+        for unit in schedule_of(model).units
+        for flat in unit.flats
+        for name in flat.names
+    }
+    assert dtypes["norm.weight"] == torch.float32
+    assert dtypes["stem.weight"] == torch.bfloat16
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+        loss = (model(x).float() - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def test_batch_norm_computes_in_the_dtype_of_its_statistics_in_a_bf16_model() -> None:
+    for losses in (half_precision(0, 1), *run_ranks(half_precision, 2)):
+        assert losses[-1] < 0.9 * losses[0]
+
+
 def broadcasts(rank: int, world_size: int) -> list[int]:
     torch.manual_seed(0)
     model = zshard.wrap(Normalised())

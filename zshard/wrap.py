@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _NormBase
 
 from . import agree
 from .comm import Comm
 from .errors import InputError, WrapError
 from .flat import Flat, user_attributes
 from .pool import Pool
-from .precision import Precision
+from .precision import Dtypes, Precision
 from .schedule import Schedule
 from .strategy import Choice, Strategy, strategy_of
 from .unit import Place, Unit
@@ -143,12 +144,16 @@ def _ignored_parameters(
     return found
 
 
-def _groups(spec: UnitSpec) -> list[list[Owned]]:
-    """The unit's parameters by (dtype, requires_grad): what one flat buffer can hold."""
-    groups: dict[tuple[torch.dtype, bool], list[Owned]] = {}
+def _groups(spec: UnitSpec, precision: Precision) -> list[tuple[Dtypes, list[Owned]]]:
+    """The unit's parameters by what one flat buffer can hold: their dtypes and requires_grad."""
+    groups: dict[tuple[Dtypes, bool], list[Owned]] = {}
     for owned in spec.params:
-        groups.setdefault((owned.param.dtype, owned.param.requires_grad), []).append(owned)
-    return list(groups.values())
+        dtypes = precision.resolve(owned.param.dtype)
+        if all(isinstance(module, _NormBase) for module, _ in owned.places):
+            # Batch normalisation's kernels want them in the dtype of the running statistics.
+            dtypes = Precision(reduce=precision.reduce).resolve(owned.param.dtype)
+        groups.setdefault((dtypes, owned.param.requires_grad), []).append(owned)
+    return [(dtypes, group) for (dtypes, _), group in groups.items()]
 
 
 def _check_split(specs: Sequence[UnitSpec], precision: Precision) -> None:
@@ -167,10 +172,10 @@ def _shard(
     """Make a unit's flat buffers, and put the sharded parameters in place of the whole ones."""
     flats: list[Flat] = []
     places: list[Place] = []
-    for number, group in enumerate(_groups(spec)):
+    for number, (dtypes, group) in enumerate(_groups(spec, precision)):
         params = [owned.param for owned in group]
         names = [owned.names for owned in group]
-        flat = Flat(names, params, precision.resolve(params[0].dtype), strategy, comm)
+        flat = Flat(names, params, dtypes, strategy, comm)
         for segment, owned in enumerate(group):
             _swap(owned, flat, segment)
             places += [Place(m, attribute, number, segment) for m, attribute in owned.places]
