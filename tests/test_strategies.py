@@ -144,6 +144,29 @@ def test_hsdp_with_one_rank_along_an_axis_has_ddps_bits(
         assert_same_bits(ours, theirs)
 
 
+def norms(rank: int, world_size: int, strategy: str, shape: tuple[int, int]) -> list[float]:
+    """Norms of all gradients and of some, of every kind, each clipped by its own limit."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = models.build("odd_parameters")
+    model = zshard.wrap(model, strategy=named(strategy), mesh=mesh)
+    models.loss_of(model, models.batches("odd_parameters", 1, rank)[0]).backward()
+    some = [p for name, p in model.named_parameters() if "blocks.1" in name or "mix" in name]
+    seen = []
+    for part in (model, some):
+        for kind in (1.0, 2.0, 3.0, float("inf")):
+            seen.append(float(zshard.clip_grad_norm_(part, 1e-3, kind)))
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "ddp", "by_block"])
+def test_every_norm_is_the_same_under_every_strategy(strategy: str) -> None:
+    expected = run_ranks(norms, 2, "zero3", (1, 2))
+    assert expected[0] == expected[1] and expected[0][0] > 1e-3 > expected[0][1] > 0
+    for shape in ((1, 2), (2, 1)):
+        for actual, other in zip(run_ranks(norms, 2, strategy, shape), expected, strict=True):
+            assert actual == pytest.approx(other, rel=1e-6)
+
+
 # --- bytes on the wire ---------------------------------------------------------------------------
 
 

@@ -100,6 +100,16 @@ def test_zero3_ranks_hold_half_of_what_ddp_holds(whole_run: tuple[Path, str]) ->
     assert together["rank 1"] == pytest.approx(together["DDP"] / 2, abs=0.02)
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "ddp"])
+def test_a_run_under_another_strategy_has_the_same_losses(
+    whole_run: tuple[Path, str], text: Path, tmp_path: Path, strategy: str
+) -> None:
+    steps = ("--steps", 8, "--save-every", 4, "--strategy", strategy)
+    done = run("train", *TINY, *steps, "--data", text, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, after=-1) == losses(whole_run[0], after=-1)
+
+
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     whole_run: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -133,7 +133,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     sharding.add_argument(
         "--strategy",
-        choices=("zero3",),
+        choices=("zero3", "zero2", "zero1", "ddp"),
         help=f"what is sharded (default: {defaults.strategy})",
     )
     sharding.add_argument(
