@@ -93,17 +93,23 @@ class Flat:
         ]
 
     def _allocate(self, params: Sequence[torch.Tensor], *, stays: bool) -> Master:
-        """The master, cut out of the full buffer, which lives on only where it ``stays``."""
-        layout, dtypes = self.layout, self.dtypes
-        full = torch.empty(layout.numel, dtype=dtypes.master, device=self.device)
-        with torch.no_grad():
-            sources = [s.physical(p.detach()) for s, p in zip(layout.segments, params, strict=True)]
-        ops.pack_(full, sources, [s.offset for s in layout.segments])
+        """The master, of the owned range alone; and the full buffer, where that ``stays``."""
+        dtypes = self.dtypes
         if stays:
-            same = dtypes.compute == dtypes.master
-            self.resident = full if same else torch.empty_like(full, dtype=dtypes.compute)
-            return Master(self.owned.of(full), self.owned.of(self.resident), dtypes)
-        return Master(self.owned.of(full), None, dtypes)
+            self.resident = torch.empty(self.layout.numel, dtype=dtypes.compute, device=self.device)
+        send = None if self.resident is None else self.owned.of(self.resident)
+        if send is None or dtypes.compute != dtypes.master:
+            initial = torch.empty(self.owned.numel, dtype=dtypes.master, device=self.device)
+        else:
+            initial = send
+        pieces = [
+            segment.physical(param.detach()).reshape(-1)[skip : skip + end - begin]
+            for segment, param, (begin, end, skip) in zip(
+                self.layout.segments, params, self._locals, strict=True
+            )
+        ]
+        ops.pack_(initial, pieces, [begin for begin, _, _ in self._locals])
+        return Master(initial, send, dtypes)
 
     @property
     def full_bytes(self) -> int:

@@ -23,9 +23,9 @@ class Master:
             split master, else a copy that the optimizer writes with each update.
 
     Args:
-        initial: (O,) master dtype.
-        send: memory for the copy, (O,) compute dtype, which is that of ``initial`` where dtypes
-            agree; None to make it here.
+        initial: (O,) master dtype, kept as the values unless the master is split.
+        send: memory for the copy, (O,) compute dtype; ``initial`` itself where dtypes agree; None
+            to make it here.
     """
 
     values: torch.Tensor | None
@@ -33,7 +33,7 @@ class Master:
 
     def __init__(self, initial: torch.Tensor, send: torch.Tensor | None, dtypes: Dtypes) -> None:
         if dtypes.compute == dtypes.master:
-            self.values = self.send = initial.clone() if send is None else initial
+            self.values = self.send = initial
             self.low, self.stale = None, False
             return
         if send is None:
@@ -44,7 +44,7 @@ class Master:
             self.values, self.low = None, torch.empty_like(initial, dtype=torch.int16)
             ops.split_master_(self.send, self.low, initial)
         else:
-            self.values, self.low = initial.clone(), None
+            self.values, self.low = initial, None
 
     @property
     def has_copy(self) -> bool:
