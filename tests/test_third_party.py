@@ -8,6 +8,7 @@ import pytest
 import ranks
 import third_party
 import torch
+from meta import Logged
 from ranks import run_ranks
 from third_party import Batch
 from torch import Tensor, nn
@@ -115,3 +116,23 @@ def test_steps_of_experts_that_are_units_equal_ddps(name: str, strategy: str) ->
         assert_same_outcome(actual, expected)
     mine, other = (expected.routing for _, expected in results)
     assert (mine == other) == (name == "switch_balanced"), f"experts: {mine} and {other}"
+
+
+def from_meta(rank: int, world_size: int, name: str) -> tuple[Outcome, Outcome]:
+    with torch.device("meta"):
+        model = third_party.build(name)
+    init_fn = Logged(model, model._init_weights)
+    torch.manual_seed(9 + rank)
+    zshard.wrap(model, init_fn=init_fn)
+    plain = third_party.build(name)
+    torch.manual_seed(9)
+    for path in init_fn.calls:
+        plain._init_weights(plain.get_submodule(path))
+    data = third_party.batches(name, 2, rank)
+    return run(Wrapped(model), data, rank), run(Wrapped(zshard.wrap(plain)), data, rank)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "bert"])
+def test_from_the_meta_device_transformers_own_function_initialises(name: str) -> None:
+    for actual, expected in run_ranks(from_meta, 2, name):
+        assert_same_outcome(actual, expected)

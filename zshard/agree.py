@@ -17,7 +17,7 @@ _CHUNK = 1 << 22  # elements hashed at once: bounds the temporary int64 copy to 
 
 
 class _Fact(NamedTuple):
-    """What ranks must agree on about one parameter."""
+    """What ranks must agree on about one parameter, besides its values."""
 
     name: str
     unit: str
@@ -26,13 +26,13 @@ class _Fact(NamedTuple):
     stride: tuple[int, ...]  # of its place in the flat buffer
     dtype: str
     requires_grad: bool
-    values: tuple[int, int]
+    on_meta: bool
 
 
 def check(
     specs: Sequence[UnitSpec], comm: Comm, policy: str, strategies: Sequence[Strategy]
 ) -> None:
-    """Compare names, unit map, shapes, dtypes, requires_grad and values over the ranks.
+    """Compare names, unit map, shapes, dtypes and requires_grad over the ranks.
 
     Args:
         policy: the options of wrap that decide what is communicated, as text.
@@ -50,7 +50,7 @@ def check(
             dense_stride(owned.param),
             str(owned.param.dtype),
             owned.param.requires_grad,
-            digest(owned.param.detach()),
+            owned.param.is_meta,
         )
         for spec, strategy in zip(specs, strategies, strict=True)
         for owned in spec.params
@@ -89,16 +89,38 @@ def _compare(name: str, facts: Sequence[_Fact | None]) -> None:
             "the same model."
         )
     field = next(f for f in _Fact._fields if getattr(first, f) != getattr(other, f))
-    if field == "values":
-        detail = "have different values; seed the ranks alike, or pass init='broadcast'"
+    a, b = getattr(first, field), getattr(other, field)
+    raise MismatchError(
+        f"parameter {name}: rank 0 and ranks {differing} differ in {field}: {a!r} on rank 0, "
+        f"{b!r} on rank {differing[0]}"
+    )
+
+
+def values(specs: Sequence[UnitSpec], comm: Comm, init: str) -> None:
+    """Compare the values of parameters over the ranks ("check"), or take rank 0's ("broadcast").
+
+    Raises:
+        MismatchError: on every rank, with the first parameter that differs.
+    """
+    if comm.world == 1 or init == "trust":
+        return
+    if init == "broadcast":
+        _broadcast(specs, comm)
     else:
-        a, b = getattr(first, field), getattr(other, field)
-        detail = f"differ in {field}: {a!r} on rank 0, {b!r} on rank {differing[0]}"
-    raise MismatchError(f"parameter {name}: rank 0 and ranks {differing} {detail}")
+        names = [owned.name for spec in specs for owned in spec.params]
+        mine = [digest(owned.param.detach()) for spec in specs for owned in spec.params]
+        everyone = comm.all_gather_object(mine, Tag(0, "wrap", specs[0].name or "root"))
+        theirs: list[list[tuple[int, int]]] = everyone  # type: ignore[assignment]
+        for name, *digests in zip(names, *theirs, strict=True):
+            if differing := [rank for rank, seen in enumerate(digests) if seen != digests[0]]:
+                raise MismatchError(
+                    f"parameter {name}: rank 0 and ranks {differing} have different values; seed "
+                    "the ranks alike (an init_fn: draw from torch's generators only), or pass "
+                    "init='broadcast'"
+                )
 
 
-def broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
-    """Give every rank the values of rank 0."""
+def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
     with torch.no_grad():
         for spec in specs:
             for owned in spec.params:

@@ -29,6 +29,11 @@ class Owned:
         """The first of its names, the one that it goes by."""
         return self.names[0]
 
+    @property
+    def holders(self) -> list[nn.Module]:
+        """The modules that have it, perhaps repeated."""
+        return [module for module, _ in self.places]
+
 
 @dataclass(frozen=True)
 class UnitSpec:
@@ -163,12 +168,12 @@ def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:
     return [UnitSpec(specs[i].name, specs[i].module, parent(i), specs[i].params) for i in kept]
 
 
-def check_parameters(specs: Sequence[UnitSpec]) -> torch.device:
-    """The one device of all parameters.
+def check_parameters(specs: Sequence[UnitSpec]) -> torch.device | None:
+    """The one device of all parameters that have values; None where none has.
 
     Raises:
         WrapError: for parameters that are wrapped already, have a gradient, lie on different
-            devices or on the meta device, or have a dtype that zshard does not shard.
+            devices, or have a dtype that zshard does not shard.
     """
     devices: dict[torch.device, str] = {}
     for spec in specs:
@@ -188,14 +193,9 @@ def check_parameters(specs: Sequence[UnitSpec]) -> torch.device:
                 raise WrapError(
                     f"{owned.name} has a gradient already; call zero_grad() before zshard.wrap"
                 )
-            devices.setdefault(param.device, owned.name)
+            if not param.is_meta:
+                devices.setdefault(param.device, owned.name)
     if len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise WrapError(f"parameters lie on different devices: {where}. Pass device=...")
-    device = next(iter(devices), torch.device("cpu"))
-    if device.type == "meta":
-        raise WrapError(
-            f"{devices[device]} is on the meta device and has no values; materialise the model "
-            "first (model.to_empty(device=...), then initialise it)."
-        )
-    return device
+    return next(iter(devices), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -15,7 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from . import agree
 from .comm import Comm
 from .errors import InputError, WrapError
-from .flat import Flat, user_attributes
+from .flat import Flat
+from .materialize import InitFn, Materializer, default_device, move, on_meta, swap_contents
 from .pool import Pool
 from .precision import Dtypes, Precision
 from .schedule import Schedule
@@ -38,6 +38,7 @@ def wrap(
     init: Literal["check", "broadcast", "trust"] = "check",
     ignored: Iterable[str | nn.Parameter | nn.Module] | None = None,
     device: torch.device | str | None = None,
+    init_fn: InitFn | None = None,
 ) -> nn.Module:
     """Shard ``model`` over the ranks, in place.
 
@@ -64,33 +65,46 @@ def wrap(
         init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
             0's values; "trust" does neither.
         ignored: parameters (themselves, by name, or all of a module) to leave whole and unreduced.
-        device: where to move the model first; None leaves it.
+        device: where to move the model first. None leaves it; what is on the meta device goes to
+            where the other parameters are, or else to the current GPU under NCCL, or to the CPU.
+        init_fn: for a model on the meta device: called as ``init_fn(module)``, without autograd,
+            once for every module that itself owns parameters or buffers there, and writes them
+            all. One unit is whole at a time; see [Note: the order of initialisation]. Every rank
+            draws rank 0's random numbers meanwhile, and has its own generators' states afterwards.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        InputError: an argument that cannot be used.
+        InputError: an argument that cannot be used, or an ``init_fn`` that does what cannot work.
+            (After an error out of ``init_fn``, build the model anew.)
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices, on
-            the meta device, or not of a floating-point dtype.
+            the meta device without an ``init_fn``, or not of a floating-point dtype.
         MismatchError: on every rank, if the ranks' models differ.
     """
-    _check_arguments(model, comm, prefetch, init)
+    _check_arguments(model, comm, prefetch, init, device, init_fn)
     precision = precision or Precision()
     if device is not None:
-        model.to(device)
+        move(model, device)
     specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
     strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
-    where = check_parameters(specs)
+    where = check_parameters(specs) or default_device(device, mesh)
     _check_split(specs, precision)
     transport = Comm(mesh, where)
-    if transport.world > 1 and init == "broadcast":
-        agree.broadcast(specs, transport)
     if transport.world > 1 and init != "trust":
-        agree.check(specs, transport, f"precision={precision}, prefetch={prefetch}", strategies)
+        policy = f"{precision=}, {prefetch=}, {init=}, init_fn given: {init_fn is not None}"
+        agree.check(specs, transport, policy, strategies)
+    materializer = None
+    if init_fn is not None or on_meta(model):
+        materializer = Materializer(model, specs, init_fn, where, transport)
+    else:
+        agree.values(specs, transport, init)
     pool = Pool(1 + prefetch, where)
     built: list[Unit] = []
     for index, (spec, chosen) in enumerate(zip(specs, strategies, strict=True)):
+        if materializer is not None:
+            materializer.fill(spec)
+            agree.values([spec], transport, init)
         parent = None if spec.parent is None else built[spec.parent]
         flats, places = _shard(spec, chosen, precision, transport)
         built.append(Unit(spec, index, parent, chosen, flats, places, transport, pool))
@@ -114,7 +128,14 @@ def schedule_of(model: nn.Module) -> Schedule:
     return schedule
 
 
-def _check_arguments(model: object, comm: object, prefetch: object, init: object) -> None:
+def _check_arguments(
+    model: object,
+    comm: object,
+    prefetch: object,
+    init: object,
+    device: torch.device | str | None,
+    init_fn: object,
+) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
     if hasattr(model, _SCHEDULE):
@@ -125,6 +146,10 @@ def _check_arguments(model: object, comm: object, prefetch: object, init: object
         raise InputError(f"prefetch={prefetch!r}: expected a whole number of units, 0 or more")
     if init not in ("check", "broadcast", "trust"):
         raise InputError(f"init={init!r}: expected 'check', 'broadcast' or 'trust'")
+    if device is not None and torch.device(device).type == "meta":
+        raise InputError("device='meta': expected a device to train on; see init_fn for meta")
+    if init_fn is not None and not callable(init_fn):
+        raise InputError(f"init_fn={init_fn!r}: expected a function of a module")
 
 
 def _ignored_parameters(
@@ -177,28 +202,9 @@ def _shard(
         names = [owned.names for owned in group]
         flat = Flat(names, params, dtypes, strategy, comm)
         for segment, owned in enumerate(group):
-            _swap(owned, flat, segment)
+            # See [Note: one object, two faces].
+            swap_contents(owned.name, owned.param, flat.params[segment], owned.holders)
+            flat.params[segment] = owned.param  # type: ignore[call-overload]
             places += [Place(m, attribute, number, segment) for m, attribute in owned.places]
         flats.append(flat)
     return flats, places
-
-
-def _swap(owned: Owned, flat: Flat, segment: int) -> None:
-    """Give the Parameter object the sharded contents; see [Note: one object, two faces]."""
-    recurrent = [module for module, _ in owned.places if isinstance(module, nn.RNNBase)]
-    for module in recurrent:
-        module._flat_weight_refs = []  # what it refers to weakly cannot be swapped
-    sharded = flat.params[segment]
-    sharded.__dict__.update(user_attributes(owned.param))
-    try:
-        torch.utils.swap_tensors(owned.param, sharded)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise WrapError(
-            f"{owned.name} cannot be replaced: {error}. Something else holds it: an autograd graph "
-            "of an earlier forward (drop its outputs), or a weak reference."
-        ) from error
-    flat.params[segment] = owned.param  # type: ignore[call-overload]
-    for module in recurrent:
-        module._flat_weight_refs = [
-            None if weight is None else weakref.ref(weight) for weight in module._flat_weights
-        ]
