@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from meta import Logged, assert_same_values, draw, kSeed, on_meta, plain, whole
+from ops_check import devices
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -134,17 +135,18 @@ def test_wrap_leaves_every_ranks_random_numbers_alone() -> None:
     assert plainly[0][1] != plainly[1][1], "the ranks' dropout is each rank's own"
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_random_numbers_are_the_plain_models_and_left_alone() -> None:
+@devices
+def test_a_devices_random_numbers_are_the_plain_models_and_left_alone(device: str) -> None:
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
+
     model = on_meta("blocks")
     init_fn = Logged(model)
     torch.manual_seed(kSeed)
-    before = [torch.get_rng_state(), torch.cuda.get_rng_state()]
-    zshard.wrap(model, device="cuda", init_fn=init_fn)
-    after = [torch.get_rng_state(), torch.cuda.get_rng_state()]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    assert_same_values(whole(model), plain("blocks", init_fn.calls, "cuda"))
+    before = states()
+    zshard.wrap(model, device=device, init_fn=init_fn)
+    assert all(torch.equal(a, b) for a, b in zip(states(), before, strict=True))
+    assert_same_values(whole(model), plain("blocks", init_fn.calls, device))
 
 
 def test_an_error_leaves_the_random_numbers_alone_too() -> None:
