@@ -20,11 +20,9 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-# From this size on a gather over gloo goes as messages between pairs of ranks. Its own all-gather
-# moves one chunk at a time, and takes three times as long for tens of megabytes; below, messages
-# cost more than they save.
-_MESSAGE_BYTES = 1 << 18
-_TAGS = 1 << 30  # their tags begin here, and there are as many
+# From this size on a gather over gloo goes as one broadcast from each rank: gloo's all-gather moves
+# one chunk at a time, and takes three times as long for tens of megabytes.
+_BROADCAST_BYTES = 1 << 18
 
 
 class Tag(NamedTuple):
@@ -42,13 +40,13 @@ class _Work(Protocol):
     def wait(self) -> bool: ...
 
 
-class _Messages(NamedTuple):
-    """Sends and receives that together are one collective."""
+class _Together(NamedTuple):
+    """Operations that are one collective."""
 
-    works: list[_Work | None]
+    works: list[_Work]
 
     def wait(self) -> bool:
-        return all([work.wait() for work in self.works if work is not None])
+        return all([work.wait() for work in self.works])
 
 
 @dataclass
@@ -128,7 +126,6 @@ class Ranks:
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.nccl = group is not None and _backend_name(group, device) == "nccl"
-        self._messages = 0  # tag of the last gather by messages
         # What ranks tell each other is for the host, which must not wait for the device.
         self.control = group
         if self.nccl and self.size > 1:
@@ -143,20 +140,17 @@ class Ranks:
         """
         return 1 if self.nccl and dtype.itemsize >= 4 else self.size
 
-    def gather_by_messages(self, full: torch.Tensor, shard: torch.Tensor) -> _Messages:
-        """Start an all-gather of ``shard`` (S,) into ``full`` (N * S,), rank by rank."""
+    def gather_by_broadcasts(self, full: torch.Tensor, shard: torch.Tensor) -> _Together:
+        """Start an all-gather of ``shard`` (S,) into ``full`` (N * S,), from one rank at a time."""
         parts = full.view(self.size, -1)
         if parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
-        # The same on every rank, since collectives are issued in one order; far from users' own.
-        self._messages = (self._messages + 1) % _TAGS
-        group, tag = self.group, _TAGS + self._messages
-        works: list[_Work | None] = []
-        for distance in range(1, self.size):
-            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            works.append(dist.irecv(parts[source], group=group, tag=tag, group_src=source))
-            works.append(dist.isend(shard, group=group, tag=tag, group_dst=target))
-        return _Messages(works)
+        return _Together(
+            [
+                dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
+                for rank, part in enumerate(parts)
+            ]
+        )
 
 
 class Comm:
@@ -224,8 +218,8 @@ class Comm:
         over, lane = over or self.shards, lane or self.gather_lane
         with lane.after_compute(), self.named_errors("all_gather", tag):
             self._count("all_gather", _bytes(shard) * (over.size - 1), tag)
-            if shard.is_cpu and _bytes(shard) >= _MESSAGE_BYTES:
-                work = over.gather_by_messages(full, shard)
+            if shard.is_cpu and _bytes(shard) >= _BROADCAST_BYTES:
+                work = over.gather_by_broadcasts(full, shard)
             else:
                 work = _all_gather(full, shard, over.group, async_op=not over.nccl)
             return Handle(self, work, lane.mark(), "all_gather", tag)
