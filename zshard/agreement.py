@@ -9,45 +9,34 @@ before, the same on every rank. A rank that does not need a gather takes part an
 Before a phase the ranks meet: a small all-gather of what each is about to do. A rank that needs
 what its program does not have finishes the program first and then brings its need to the meeting,
 in which the others, about to begin their next phase, take part until nobody needs anything. A phase
-without a program, the first of its kind, goes from meeting to meeting. After it the ranks put
-together what each has needed; that is the program of the next. Ranks that begin different phases
-are told so, all of them.
+without a program, the first of its kind, goes from meeting to meeting, up to one at its end, where
+the ranks put together what each has needed; that is the program of the next. Once a rank has left a
+program, phases that follow one end with a meeting as well, so that a rank in need finds the others
+there, and not in a collective of the user's own. Ranks that begin different phases, or phases of
+different models, are told so, all of them.
 """
 
 from __future__ import annotations
 
-import enum
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from .comm import Comm, Tag
 from .crew import Crew
-from .errors import MismatchError, StateError
+from .errors import StateError
+from .meeting import Ask, Message, refuse, refuse_trained
 from .program import Op, Program, Slot, learn
 from .unit import State, Unit
 
 _PROGRAMS = 64  # kept at a time: ranks that never repeat themselves would learn one each step
 
 
-class Ask(enum.IntEnum):
-    """What a rank brings to a meeting."""
-
-    FORWARD = 0  # from here on: about to begin
-    BACKWARD = 1
-    RENEW = 2
-    CALL = 3
-    END = 4  # of a backward without a program
-    GATHER = 5  # from here on: needed now
-    READY = 6
-
-
-class Message(NamedTuple):
-    """One rank's part of a meeting."""
-
-    ask: Ask
-    word: int = 0  # index of a unit, or more about the phase: of a backward, what it trains
-    digest: int = 0  # of what the phase depends on
+# The agreements of all models that are wrapped over the same ranks, by number. A rank may be asked
+# to take part in the gather of one model when it is about to begin a phase of another.
+_AGREEMENTS: WeakValueDictionary[tuple[object, int], Agreement] = WeakValueDictionary()
+_COUNTS: Counter[object] = Counter()
 
 
 class Agreement:
@@ -83,12 +72,25 @@ class Agreement:
         self._ready_on: dict[int, set[int]] = {}  # unit -> places; where there is no program
         self._reduced: set[int] = set()
         self._irregular = False  # somebody left the program, or there is none
+        self._follows = False  # whether the phase began with a program
+        self._loose = False  # whether ranks have left one, and so meet at the end of phases as well
+        self._meets_at_end = False
+        self._number = _COUNTS[comm.ranks]
+        _COUNTS[comm.ranks] += 1
+        _AGREEMENTS[comm.ranks, self._number] = self
         self._steady = True  # False: backwards were seen to differ, so they follow no program
 
     # --- phases ----------------------------------------------------------------------------------
 
     def begin(
-        self, ask: Ask, about: str, label: str, *, reduces: bool = False, word: int = 0
+        self,
+        ask: Ask,
+        about: str,
+        label: str,
+        *,
+        reduces: bool = False,
+        word: int = 0,
+        gathers: bool = True,
     ) -> list[int]:
         """Begin a phase together with all other ranks.
 
@@ -97,6 +99,7 @@ class Agreement:
             label: what errors call it.
             reduces: whether it ends with every unit reduced.
             word: what to tell the other ranks besides.
+            gathers: whether it consists of any gathers or reductions.
 
         Returns:
             The words of all ranks.
@@ -108,7 +111,7 @@ class Agreement:
         trained = [u.index for u in reversed(self._units) if u.trained] if reduces else []
         names = self._trained_names() if reduces else ""
         word = zlib.crc32(names.encode()) if reduces else word
-        message = Message(ask, word, zlib.crc32(about.encode()))
+        message = Message(self._number, ask, word, zlib.crc32(about.encode()))
         messages = self._meet(message, label)
         if self._irregular:
             self._learn()
@@ -116,11 +119,13 @@ class Agreement:
             self._refuse(label)
         words = [message.word for message in messages]
         if reduces and len(set(words)) > 1:
-            self._refuse_trained(names)
+            refuse_trained(self._comm, names)
         self._key = (ask, words[0] if reduces else 0, *(message.digest for message in messages))
         follow = self._steady or ask is not Ask.BACKWARD
-        self._program = self._programs.get(self._key) if follow else None
-        self._irregular = self._program is None
+        self._program = self._programs.get(self._key) if follow and gathers else None
+        self._follows = self._program is not None
+        self._irregular = gathers and not self._follows
+        self._meets_at_end = gathers and (self._loose or not self._follows)
         self._at, self._reduces = 0, reduces
         self._trained = trained
         self._needed, self._ready, self._ready_on, self._reduced = [], set(), {}, set()
@@ -131,19 +136,19 @@ class Agreement:
         self._discard_ahead()
         while self._program is not None and self._at < len(self._program):
             self._take_part()
-        if not self._reduces:
-            return
-        if self._program is None:
-            self._meet(Message(Ask.END), "the end of a backward")
+        # A backward that reduces has its own way to learn that a rank has left the program.
+        if self._meets_at_end and not (self._reduces and self._follows):
+            self._meet(Message(self._number, Ask.END), "the end of a forward or backward")
             for unit in self._trained:
                 if unit not in self._reduced:
                     self._reduce(unit)
-            self._learn()
-        self._reduces = False
+            if self._irregular:
+                self._learn()
+        self._meets_at_end = self._reduces = False
 
     def abandon(self) -> None:
         """Forget a phase that a single rank has left by an exception."""
-        self._program, self._irregular, self._reduces = None, False, False
+        self._program, self._meets_at_end, self._reduces = None, False, False
         self._ahead.clear()
 
     @property
@@ -175,7 +180,9 @@ class Agreement:
         if self._program is not None and slot not in self._program[self._at :]:
             self._leave_program(unit)
         if self._program is None:
-            self._meet(Message(Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}")
+            self._meet(
+                Message(self._number, Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}"
+            )
             return
         while self._program[self._at] != slot:
             self._take_part()
@@ -204,7 +211,7 @@ class Agreement:
         self._needed.append(Slot(Op.REDUCE, unit.index))
         self._ready.add(unit.index)
         if self._program is None:
-            message = Message(Ask.READY, unit.index)
+            message = Message(self._number, Ask.READY, unit.index)
             self._meet(message, f"the reduction of unit {unit.label!r}")
         else:
             self.look_ahead()  # what had no room before
@@ -261,28 +268,36 @@ class Agreement:
         """Bring ``mine``; return when it is served, or all ranks are about to begin something."""
         while True:
             words = self._comm.all_gather_words(mine, Tag(0, "agree", label))
-            messages = [Message(Ask(ask), word, digest) for ask, word, digest in words]
-            if not any(message.ask in (Ask.GATHER, Ask.READY) for message in messages):
+            messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]
+            asking = [m for m in messages if m.ask in (Ask.GATHER, Ask.READY)]
+            if not asking:
+                if len({message.model for message in messages}) > 1:
+                    self._refuse(f"{label}, of wrapped model {self._number}")
                 if len({message.ask for message in messages}) > 1:
                     self._refuse(label)
                 return messages
-            self._irregular = True
-            self._serve(mine, messages)
-            if mine.ask in (Ask.GATHER, Ask.READY):
+            for model in sorted({message.model for message in asking}):
+                _AGREEMENTS[self._comm.ranks, model]._serve(mine, messages)
+            if mine in asking:
                 return messages
 
     def _serve(self, mine: Message, messages: Sequence[Message]) -> None:
-        for place, message in enumerate(messages):
+        """Carry out what ranks ask for of this model."""
+        self._irregular = True
+        self._loose = self._loose or self._follows
+        own = [(p, m) for p, m in enumerate(messages) if m.model == self._number]
+        for place, message in own:
             if message.ask is Ask.READY:
                 self._ready_on.setdefault(message.word, set()).add(place)
-        ended = {place for place, message in enumerate(messages) if message.ask is Ask.END}
+        ended = {place for place, message in own if message.ask is Ask.END}
         for index in self._trained:
             places = self._ready_on.get(index, set())
             if index not in self._reduced and places and len(places | ended) == len(messages):
                 self._reduce(index)
-        for index in dict.fromkeys(m.word for m in messages if m.ask is Ask.GATHER):
+        for index in dict.fromkeys(m.word for _, m in own if m.ask is Ask.GATHER):
             unit = self._units[index]
-            if mine == Message(Ask.GATHER, index) and unit.state is State.SHARDED:
+            wanted = mine == Message(self._number, Ask.GATHER, index)
+            if wanted and unit.state is State.SHARDED:
                 self._crew.gather(unit)
             else:
                 self._crew.join(unit)
@@ -310,21 +325,6 @@ class Agreement:
         self._names = "\n".join(name for name, trained in pairs if trained)
         return self._names
 
-    def _refuse_trained(self, names: str) -> None:
-        everyone = self._comm.all_gather_object(names, Tag(0, "agree", "requires_grad"))
-        sets: list[set[str]] = [set(str(each).split("\n")) for each in everyone]
-        name = min(set[str]().union(*sets) - sets[0].intersection(*sets))
-        ranks = [rank for rank, each in enumerate(sets) if name in each]
-        raise MismatchError(
-            f"{name} requires a gradient on ranks {ranks} alone; freeze and unfreeze parameters "
-            "on every rank"
-        )
-
     def _refuse(self, label: str) -> None:
-        everyone = self._comm.all_gather_object(label, Tag(0, "agree", label))
         self._irregular = False
-        seen = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
-        raise MismatchError(
-            f"the ranks are about to do different things: {seen}. Every rank has to run the same "
-            "forwards, backwards, steps and calls of zshard, in the same order."
-        )
+        refuse(self._comm, label)

@@ -12,9 +12,10 @@ from typing import Protocol
 
 import torch
 
-from .agreement import Agreement, Ask
+from .agreement import Agreement
 from .crew import Crew
 from .errors import StateError
+from .meeting import Ask
 from .phase import EndOfBackward, Phase
 from .reduction import Reducer
 from .unit import State, Unit
@@ -95,11 +96,13 @@ class Backward:
                 "backward(create_graph=True) through a wrapped model: the gradients that zshard "
                 "reduces have no graph of their own. Differentiate twice before zshard.wrap."
             )
-        self._reducer.settle()  # of the backward before
         self._forwards.settle_trained()
         self._reduces = self.sync
         about = f"{self._since};{self._count};{self._reduces}"
-        self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=self._reduces)
+        if self._reduces:
+            self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
+        else:
+            self._agreement.begin(Ask.HOLD, about, "a backward inside no_sync")
         self._crew.phase = Phase.BACKWARD
         self._count += 1
         self.current = None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .comm import Comm, Tag
 from .errors import MismatchError
@@ -23,6 +24,7 @@ class Buffers:
         self._comm = comm
         # Modules may put other tensors in place of their buffers, but seldom get their first later.
         self._modules = [(n, m) for n, m in model.named_modules() if m._buffers]
+        self._normalisation = [m for _, m in self._modules if isinstance(m, _NormBase)]
         self._seen: list[tuple[int, int]] = []
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -39,7 +41,12 @@ class Buffers:
     @property
     def changed(self) -> bool:
         """Whether a buffer was written or replaced since the last ``broadcast``."""
-        return self._comm.world > 1 and self._states() != self._seen
+        if self._comm.world == 1:
+            return False
+        # Normalisation updates its statistics without autograd's noticing.
+        return self._states() != self._seen or any(
+            module.training and module.track_running_stats for module in self._normalisation
+        )
 
     def _facts(self) -> list[str]:
         return [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in self._named()]
@@ -73,6 +80,7 @@ class Buffers:
             begin = 0
             for buffer in buffers:
                 end = begin + buffer.numel()
-                buffer.copy_(flat[begin:end].view(buffer.shape))
+                # Not under autograd's eyes: a forward before may have saved the buffer.
+                buffer.data.copy_(flat[begin:end].view(buffer.shape))
                 begin = end
         self._seen = self._states()

@@ -115,7 +115,7 @@ class Ranks:
 
     Attributes:
         group: the process group; None for a single rank.
-        size: number of ranks.
+        size: number of ranks; members: their global numbers.
         rank: this rank's place among them.
         nccl: whether NCCL carries the collectives of ``device``.
         control: a group whose collectives run on the host.
@@ -124,13 +124,17 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.size = dist.get_world_size(group) if group is not None else 1
+        self.members = () if group is None else tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group) if group is not None else 0
         self.nccl = group is not None and _backend_name(group, device) == "nccl"
         # What ranks tell each other is for the host, which must not wait for the device.
         self.control = group
         if self.nccl and self.size > 1:
             ranks = dist.get_process_group_ranks(group)
-            self.control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            timeout = group._get_backend(device).options._timeout  # type: ignore[union-attr]
+            self.control = dist.new_group(
+                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+            )
 
     def chunks(self, dtype: torch.dtype) -> int:
         """Rows that ``Comm.exchange`` delivers: one of sums, or one of every rank's.
@@ -165,6 +169,8 @@ class Comm:
         replicas, shards = groups_of(mesh)
         self.shards = Ranks(shards, device)  # the sharding group
         self.replicas = Ranks(replicas, device)  # the ranks that hold the same shard (HSDP)
+        # The global ranks along both axes: models that have these in common meet each other.
+        self.ranks = self.shards.members, self.replicas.members
         self.broken = False  # a collective has failed; those to come cannot be expected to work
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
@@ -285,7 +291,7 @@ class Comm:
             out: list[list[object]] = [[] for _ in range(over.size)]
             with self.named_errors("all_gather_object", tag):
                 self._count("all_gather_object", 0, tag)
-                dist.all_gather_object(out, everyone, over.group)
+                dist.all_gather_object(out, everyone, over.control)
             everyone = [item for part in out for item in part]
         return everyone
 

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from .comm import Comm, Tag
+from .errors import StateError
 from .phase import Phase
 from .reduction import Reducer
 from .trace import Trace
@@ -36,7 +37,12 @@ class Crew:
     def gather(self, unit: Unit) -> None:
         """Start gathering what this rank needs, or will."""
         self.note("gather", unit)
-        unit.gather(self._tag("gather", unit), move=self.phase is not Phase.BACKWARD)
+        tag = self._tag("gather", unit)
+        try:
+            unit.gather(tag, move=self.phase is not Phase.BACKWARD)
+        except StateError:
+            unit.join(tag)  # the other ranks are in it
+            raise
 
     def join(self, unit: Unit) -> None:
         """Take part in a gather that this rank does not need."""

@@ -149,7 +149,7 @@ def _local_of(func: Any, first: Sharded, changed: list[Sharded]) -> Callable[[ob
 
     def local(x: object) -> object:
         if isinstance(x, ShardedGrad) and id(x) not in written:
-            return x.local.to(x.flat.dtypes.master)  # 16-bit gradients: torch's optimizers mix none
+            return x.seen()
         if isinstance(x, Sharded):
             return x.local
         if isinstance(x, torch.Tensor) and x.ndim > 0 and func is not torch.ops.aten.copy_.default:

@@ -57,10 +57,12 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         self._build()
         self._refuse_other_models()
-        for kind, batch in self._batches.items():
+        for kind in self._batches:
             if kind.schedule is not None:
                 kind.schedule.backward.require_gradients()
-            self._update(kind, batch)
+        active = [[has_grad(row.param) for row in batch.rows] for batch in self._batches.values()]
+        for (kind, batch), rows in zip(self._batches.items(), active, strict=True):
+            self._update(kind, batch, rows)
         for schedule in dict.fromkeys(kind.schedule for kind in self._batches):
             if schedule is not None:
                 schedule.renew()
@@ -77,8 +79,7 @@ class FusedOptimizer(Optimizer):
                 "optimizer was given a copy's. Give it those of the wrapped model."
             )
 
-    def _update(self, kind: Kind, batch: Batch) -> None:
-        active = [has_grad(row.param) for row in batch.rows]
+    def _update(self, kind: Kind, batch: Batch, active: list[bool]) -> None:
         if not any(active):
             return
         if kind.schedule is not None:

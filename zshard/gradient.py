@@ -129,7 +129,19 @@ class Gradients:
             )
         self._apply_scale(index)
 
+    def before_look(self, index: int) -> torch.Tensor | None:
+        """As ``before_access``, but leaves the shard; (1,) fp32, the factor still to be applied."""
+        if self.is_held_back(index):
+            self.before_access(index)
+        self._refuse_fp16(index)
+        self.on_query()
+        return self._flat.schedule.reducer.grad_scale
+
     def _apply_scale(self, index: int) -> None:
+        self._refuse_fp16(index)
+        self.on_access()
+
+    def _refuse_fp16(self, index: int) -> None:
         flat = self._flat
         if flat.dtypes.reduce == torch.float16 and flat.schedule.reducer.unscales:
             raise StateError(
@@ -138,7 +150,6 @@ class Gradients:
                 "gradients before scaler.unscale_, or reduce in fp32 (zshard.Precision.fp16()), "
                 "which torch's optimizers need too."
             )
-        self.on_access()
 
     def written(self, local: torch.Tensor) -> bool:
         """Note that ``local`` was written in place, if it is part of these gradients."""
@@ -184,9 +195,9 @@ class Gradients:
                 held.add_(grad)
             elif inside:
                 view = flat.layout.segments[index].view_of(self._allocated())
-                self._held[index] = view.copy_(grad)
+                self._held[index] = view.copy_(_dense(grad))
             else:
-                self._held[index] = grad.to(flat.dtypes.reduce)
+                self._held[index] = _dense(grad).to(flat.dtypes.reduce)
             leaf.grad = None
 
     # --- reduction -------------------------------------------------------------------------------
@@ -199,11 +210,7 @@ class Gradients:
         return [new or held is not None for new, held in zip(left, self._held, strict=True)]
 
     def pack(self, packed: torch.Tensor, scale: float) -> None:
-        """Write this rank's gradients, times ``scale``, into ``packed`` (N * S,) and free them.
-
-        Raises:
-            InputError: for a sparse gradient.
-        """
+        """Write this rank's gradients, times ``scale``, into ``packed`` (N * S,) and free them."""
         flat = self._flat
         grads: list[torch.Tensor | None]
         if any(held is not None for held in self._held):
@@ -213,14 +220,8 @@ class Gradients:
             with as_autograd_sees():
                 grads = [leaf.grad for leaf in flat.leaves]
         segments = flat.layout.segments[: len(grads)]
-        for name, grad in zip(flat.names, grads, strict=False):
-            if grad is not None and grad.layout is not torch.strided:
-                raise InputError(
-                    f"{name} has a {grad.layout} gradient; zshard reduces dense ones. Pass "
-                    "sparse=False to the embedding, or put it into ignored=[...]."
-                )
         sources = [
-            None if grad is None else segment.physical(grad)
+            None if grad is None else segment.physical(_dense(grad))
             for grad, segment in zip(grads, segments, strict=True)
         ]
         ops.pack_(packed, sources, [segment.offset for segment in segments], scale)
@@ -246,3 +247,7 @@ class Gradients:
                 filled = end
         grad[filled:].zero_()
         return True
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()

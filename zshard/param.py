@@ -198,9 +198,20 @@ for _name in ("tolist", "numpy", "item", "share_memory_", "data_ptr", "__dlpack_
 class ShardedGrad(Sharded):
     """The gradient of a sharded parameter.
 
-    To ask whether it is there costs nothing; to look inside, or change it, applies the clip factor
-    that zshard's optimizers would have applied as they read it.
+    To ask whether it is there costs nothing. A look inside sees it times the clip factor that
+    zshard's optimizers apply as they read it; a change applies that factor first.
     """
+
+    def seen(self) -> torch.Tensor:
+        """The slice as a reader sees it, in the master's dtype; a copy where that differs.
+
+        A look leaves the gradient as it is: with 16-bit gradients and replicated masters, a rank
+        that looks would otherwise round them, and so its masters, unlike the others.
+        """
+        assert self._local is not None
+        scale = self.flat.grads.before_look(self.segment)
+        value = self._local.to(self.flat.dtypes.master)
+        return value if scale is None else value * scale.to(value.dtype)
 
     @property
     def local(self) -> torch.Tensor:

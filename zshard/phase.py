@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable
 
 import torch
+from torch import nn
+
+_CALL = nn.Module._call_impl.__code__
 
 
 class Phase(enum.Enum):
@@ -34,3 +38,14 @@ class EndOfBackward:
 def inside_backward() -> bool:
     """Whether this thread runs a backward, where activation checkpointing recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def calls_under_way(module: nn.Module) -> int:
+    """How often ``module`` is being called on this thread's stack: more than once, by itself."""
+    count, frame = 0, inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code is _CALL and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back
+    return count

@@ -104,7 +104,8 @@ class Pool:
         if self._discard is None or self._discard.numel() < nbytes:
             self.allocations += 1
             size = max(nbytes, self._slot_bytes)
-            self._discard = torch.empty(size, dtype=torch.uint8, device=self._device)
+            with torch.inference_mode(False):  # it outlives a first use there
+                self._discard = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._discard[:nbytes]
 
     def reserve_scratch(self, *, packed: int, chunks: int) -> None:

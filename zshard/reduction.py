@@ -95,12 +95,11 @@ class Reducer:
         ]
         summary = torch.tensor(told, dtype=torch.float64)
         self._summary = torch.cat((self._stats.sum(0), summary.to(self._device)))
-        if self.flats:
-            tag = tag._replace(phase="reduce", unit="norm")
-            for over in self._comm.axes:
-                if self._summary_handle is not None:
-                    self._summary_handle.wait()
-                self._summary_handle = self._comm.all_reduce(self._summary, tag, over)
+        tag = tag._replace(phase="reduce", unit="norm")
+        for over in self._comm.axes:
+            if self._summary_handle is not None:
+                self._summary_handle.wait()
+            self._summary_handle = self._comm.all_reduce(self._summary, tag, over)
 
     def settle(self) -> None:
         """Take in what the last backward's all-reduce said, if that has not been done.

@@ -14,25 +14,28 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .agreement import Agreement, Ask
+from .agreement import Agreement
 from .backward import Backward
 from .buffers import Buffers
 from .comm import Comm
 from .crew import Crew
 from .errors import StateError
 from .hooks import ModuleHook
+from .meeting import Ask
 from .param import Sharded
-from .phase import Phase, inside_backward
+from .phase import Phase, calls_under_way, inside_backward
 from .pool import Pool
 from .precision import Precision
 from .reduction import Reducer
 from .structure import Structure, cast_floating
 from .unit import State, Unit
+from .updates import Updates
 
 LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
 
@@ -42,7 +45,6 @@ class Schedule:
 
     Args:
         units: the unit map, the root first.
-        prefetch: how many units are gathered ahead.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Schedule:
         self._order: list[Unit] = []  # units as the last forward called them
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
         self._trained_changed = False
+        self._updates = Updates(units)
         self._inside_method = ""  # the name of the method, other than forward, being run
         self._handled: BaseException | None = None  # around the forward under way
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
@@ -81,17 +84,11 @@ class Schedule:
         # First among the pre-hooks and last among the hooks, so that users' find the parameters
         # gathered; ``Unit.let_hooks_see`` takes care of those set after wrap.
         is_root = unit is self.root
-        before = self._root_before if is_root else self._before_hook(unit)
-        after = self._root_after if is_root else self._after_hook(unit)
+        before = self._root_before if is_root else partial(self._before, unit)
+        after = self._root_after if is_root else partial(self._after, unit)
         unit.module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True)
         handle = unit.module.register_forward_hook(ModuleHook(after), always_call=is_root)
         unit.last_hook = handle.id
-
-    def _before_hook(self, unit: Unit) -> Callable[..., None]:
-        return lambda module, args, kwargs: self._before(unit, (args, kwargs))
-
-    def _after_hook(self, unit: Unit) -> Callable[..., object]:
-        return lambda module, args, output: self._after(unit, output)
 
     @property
     def phase(self) -> Phase:
@@ -106,6 +103,8 @@ class Schedule:
         if self._bypassed():
             return None
         self.root.let_hooks_see()
+        if self.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
+            return None  # the model calls itself
         if self._inside_method:  # a forward inside one of the model's other methods
             self.agreement.finish()
             self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward")
@@ -127,13 +126,17 @@ class Schedule:
         return None
 
     def _begin_forward(self) -> None:
-        word = int(self.buffers.changed)
-        if any(self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward", word=word)):
+        word = 2 * self._updates.count() + self.buffers.changed
+        words = self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward", word=word)
+        self._updates.check([word >> 1 for word in words])
+        if any(word & 1 for word in words):
             self.buffers.broadcast()
 
     def _root_after(self, module: nn.Module, args: object, output: object) -> object:
         if self._bypassed():
             return None
+        if self.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
+            return output
         if self._inside_method:
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
@@ -167,7 +170,8 @@ class Schedule:
         kwargs: dict[str, object],
     ) -> object:
         """Call a method of the model as its forward is called."""
-        if self._inside_method or self._bypassed():
+        inside = self._inside_method or calls_under_way(self.model) > 0
+        if inside or inside_backward() or self._bypassed():
             return function(*args, **kwargs)
         cast = self._root_before(self.model, args, kwargs)
         args, kwargs = (args, kwargs) if cast is None else cast
@@ -181,7 +185,7 @@ class Schedule:
             self._inside_method = ""
         return self._root_after(self.model, args, output)
 
-    def _before(self, unit: Unit, inputs: object) -> None:
+    def _before(self, unit: Unit, module: nn.Module, *inputs: object) -> None:
         if self._bypassed():
             return
         unit.let_hooks_see()
@@ -196,10 +200,11 @@ class Schedule:
         self.crew.note("forward", unit)
         if alone:
             self.agreement.finish()
+            self.backward.note_forward(self.agreement.needed, "")
         else:
             self.agreement.look_ahead()
 
-    def _after(self, unit: Unit, output: object) -> object:
+    def _after(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
         if self._bypassed() or unit.state is not State.GATHERED:
             return None
         unit.check_unwritten()
@@ -294,6 +299,7 @@ class Schedule:
         """Take in which parameters were frozen and unfrozen since."""
         if self._trained_changed:
             self._trained_changed = False
+            self.reducer.settle()
             self.reducer.find_trained()
             self.agreement.forget_trained()
 
@@ -342,4 +348,4 @@ class Schedule:
                 f"{what} is for between steps, and the model is {self.phase.value}: what it needs "
                 "would be communicated in the middle of that"
             )
-        self.agreement.begin(Ask.CALL, what, what)
+        self.agreement.begin(Ask.CALL, what, what, gathers=False)

@@ -1,6 +1,6 @@
 """Whole tensors out of shards: parameters, gradients, and a context that lends them to the modules.
 
-All of these are collectives: every rank of the sharding group has to call them.
+All of these are collectives: every rank of the mesh has to call them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
     Args:
         write: take what the context leaves in the parameters as their new values. Every rank has
-            to leave the same values; each keeps its own shard of them.
+            to leave the same values; each keeps its own shard of them. After an exception
+            nothing is taken.
 
     Raises:
         StateError: inside a forward or backward, or inside another full_params.
@@ -74,19 +75,31 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             for place in unit.places:
                 place.install(params[place.flat][place.segment])
         yield model
+        taken = _taken(schedule, lent)
     finally:
         schedule.whole = False
-        given = {id(param) for params in lent for whole in params for param in whole}
-        for unit, params in zip(schedule.units, lent, strict=True):
+        for unit in schedule.units:
             for place in unit.places:
-                now = place.module._parameters.get(place.attribute)
-                if now is not None and id(now) not in given:  # load_state_dict(assign=True)
-                    params[place.flat][place.segment] = now
                 place.install(unit.flats[place.flat].params[place.segment])
+    for flat, whole in taken:
+        for param, value in zip(flat.params, whole, strict=True):
+            param.requires_grad_(value.requires_grad)
         if write:
-            for unit, params in zip(schedule.units, lent, strict=True):
-                for flat, whole in zip(unit.flats, params, strict=True):
-                    _take_back(flat, whole)
+            _take_back(flat, whole)
+
+
+def _taken(
+    schedule: Schedule, lent: list[list[list[nn.Parameter]]]
+) -> list[tuple[Flat, list[nn.Parameter]]]:
+    """What is in the modules now: what was lent, or other parameters put in its place."""
+    given = {id(param) for params in lent for whole in params for param in whole}
+    for unit, params in zip(schedule.units, lent, strict=True):
+        for place in unit.places:
+            now = place.module._parameters.get(place.attribute)
+            if now is not None and id(now) not in given:  # load_state_dict(assign=True)
+                params[place.flat][place.segment] = now
+    flats = [flat for unit in schedule.units for flat in unit.flats]
+    return list(zip(flats, [whole for params in lent for whole in params], strict=True))
 
 
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -100,6 +113,8 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     flats = [flat for unit in schedule_of(model).units for flat in unit.flats]
     if any(flat.dtypes.split for flat in flats):
         raise StateError("zshard.local_shards: a split master is two planes; use full_params")
+    for flat in flats:
+        flat.before_write()
     return {
         name: param.local
         for flat in flats
