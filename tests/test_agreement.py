@@ -383,3 +383,44 @@ def test_programs_do_not_pile_up_on_ranks_that_never_repeat_themselves() -> None
         one_step(model, 0, step)
     agreement = schedule_of(model).agreement
     assert 32 < len(agreement._programs) <= 64
+
+
+class Heads(nn.Module):
+    """Two heads over one trunk, each with blocks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(3, models.kWidth)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.blocks[0](self.inlet(x))
+        return {"a": self.blocks[1](x), "b": self.blocks[3](self.blocks[2](x))}
+
+
+def alternating(rank: int, world_size: int) -> list[bool]:
+    sides = []
+    for is_wrapped in (True, False):
+        torch.manual_seed(0)
+        model = Heads()
+        run = model
+        if is_wrapped:
+            zshard.wrap(model)
+        else:
+            run = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = adamw(model)
+        losses = []
+        for step in range(8):
+            loss = run(batch(rank, step))["ab"[step % 2]].square().mean()
+            loss.backward()
+            zshard.clip_grad_norm_(model, 1e9) if is_wrapped else None
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        sides.append(losses)
+    return [bool(torch.equal(a, b)) for a, b in zip(*sides, strict=True)]
+
+
+def test_losses_of_two_heads_in_turn_are_two_backwards_that_are_known() -> None:
+    for same in run_ranks(alternating, 2):
+        assert all(same)

@@ -71,9 +71,13 @@ class Backward:
         if torch.is_grad_enabled():
             self._since = f"{zlib.crc32(f'{self._since};{needed};{gathered}'.encode())}"
 
-    def reached(self, unit: Unit) -> None:
-        """The gradient has reached an output of ``unit``: its backward is about to run."""
-        self._begin()
+    def reached(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
+        """``grad`` has reached an output of ``unit``: its backward is about to run.
+
+        Args:
+            index: of the output among the unit's.
+        """
+        self._begin(f"{unit.index}.{index}")
         if unit is self.current and unit.state is State.GATHERED:
             return  # another output of the same call
         self.current = unit
@@ -86,7 +90,12 @@ class Backward:
         self._crew.note("backward", unit)
         self._agreement.look_ahead()
 
-    def _begin(self) -> None:
+    def _begin(self, first: str) -> None:
+        """Begin a backward, if it has not begun.
+
+        Args:
+            first: where it has come to first; other losses come to other outputs.
+        """
         if self._crew.phase is Phase.BACKWARD:
             if not self.raised:
                 return
@@ -98,7 +107,7 @@ class Backward:
             )
         self._forwards.settle_trained()
         self._reduces = self.sync
-        about = f"{self._since};{self._count};{self._reduces}"
+        about = f"{self._since};{self._count};{first}"
         if self._reduces:
             self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
         else:
@@ -119,7 +128,7 @@ class Backward:
         self._end = weakref.ref(end)  # autograd holds the callback for as long as it runs
 
     def _leaf_grad(self, unit: Unit) -> None:
-        self._begin()
+        self._begin(f"{unit.index}")
         if self._reduces and self._agreement.has_reduced(unit):
             raise StateError(
                 f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "

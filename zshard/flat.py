@@ -173,8 +173,14 @@ class Flat:
         return any(self.trained)
 
     def set_trained(self, index: int, value: bool) -> None:
-        """Freeze or unfreeze parameter ``index``."""
+        """Freeze or unfreeze parameter ``index``.
+
+        Raises:
+            StateError: inside a forward or backward; if no_sync holds a gradient of it.
+        """
         self.before_set_trained(self.names[index])
+        if self.grads.is_held_back(index):
+            self.grads.before_access(index)
         self.trained[index] = value
         if self.leaves:
             with as_autograd_sees():

@@ -90,11 +90,6 @@ class Schedule:
         handle = unit.module.register_forward_hook(ModuleHook(after), always_call=is_root)
         unit.last_hook = handle.id
 
-    @property
-    def phase(self) -> Phase:
-        """Where in a step the model is."""
-        return self.crew.phase
-
     # --- forward ---------------------------------------------------------------------------------
 
     def _root_before(
@@ -103,13 +98,13 @@ class Schedule:
         if self._bypassed():
             return None
         self.root.let_hooks_see()
-        if self.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
+        if self.crew.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
             return None  # the model calls itself
         if self._inside_method:  # a forward inside one of the model's other methods
             self.agreement.finish()
             self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward")
         elif not inside_backward():
-            if self.phase is not Phase.IDLE:  # the last forward or backward raised
+            if self.crew.phase is not Phase.IDLE:  # the last forward or backward raised
                 self.reset()
             self.structure.check_unchanged()
             self._forget_last_forward()
@@ -135,23 +130,23 @@ class Schedule:
     def _root_after(self, module: nn.Module, args: object, output: object) -> object:
         if self._bypassed():
             return None
-        if self.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
+        if self.crew.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
             return output
         if self._inside_method:
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
             self.agreement.begin(Ask.CALL, self._inside_method, self._inside_method)
             return output
-        if self.phase is Phase.FORWARD and sys.exc_info()[1] is not self._handled:
+        if self.crew.phase is Phase.FORWARD and sys.exc_info()[1] is not self._handled:
             self.reset()  # called while an exception leaves forward
             return None
         if self.precision.output is not None:
             output = cast_floating(output, self.precision.output)
-        if self.phase is Phase.BACKWARD:  # all of the model is being recomputed
+        if self.crew.phase is Phase.BACKWARD:  # all of the model is being recomputed
             self._watch(self.root, output)
             return output
         self.root.check_unwritten()
-        if self.phase is Phase.FORWARD:
+        if self.crew.phase is Phase.FORWARD:
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
             self.crew.phase = Phase.IDLE
@@ -190,7 +185,7 @@ class Schedule:
             return
         unit.let_hooks_see()
         unit.passage.enter(inputs)
-        if self.phase is Phase.FORWARD:
+        if self.crew.phase is Phase.FORWARD:
             self._order.append(unit)
             self._keep(None)
         alone = self._is_called_alone(unit)
@@ -210,12 +205,12 @@ class Schedule:
         unit.check_unwritten()
         output = unit.copy_lent(output)
         watched = self._watch(unit, output)
-        if self.phase is Phase.BACKWARD:
+        if self.crew.phase is Phase.BACKWARD:
             # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but
             # gives way to the other units of a region that spans several.
             unit.in_use = unit is self.backward.current
             return output
-        if watched and self.phase is Phase.FORWARD and self.agreement.may_be_last:
+        if watched and self.crew.phase is Phase.FORWARD and self.agreement.may_be_last:
             unit.uninstall()
             unit.in_use = False  # it keeps its memory only as long as nobody needs it
             self._keep(unit)
@@ -232,15 +227,14 @@ class Schedule:
     def _watch(self, unit: Unit, output: object) -> bool:
         """Have backward announce itself when it reaches ``output``; whether it can."""
         own = unit.passage.leave(output)
-        for tensor in own:
-            tensor.register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: self.backward.reached(unit)
-            )
+        for index, tensor in enumerate(own):
+            reached = partial(self.backward.reached, unit, index)
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         return bool(own)
 
     def _is_called_alone(self, unit: Unit) -> bool:
         """Whether ``unit``'s module was called outside of the root's forward."""
-        outside = self.phase is Phase.IDLE and not inside_backward()
+        outside = self.crew.phase is Phase.IDLE and not inside_backward()
         return outside and not any(u.in_use and u.encloses(unit) for u in self.units)
 
     def _gathered(self) -> str:
@@ -251,7 +245,7 @@ class Schedule:
 
     def obtain(self, unit: Unit) -> None:
         """Have the whole parameters in the modules."""
-        if unit.outdated and self.phase is not Phase.BACKWARD:
+        if unit.outdated and self.crew.phase is not Phase.BACKWARD:
             self.crew.reshard(unit)
         if unit.state is State.SHARDED or self.agreement.is_ahead(unit):
             self.agreement.need(unit)
@@ -272,6 +266,11 @@ class Schedule:
             self.reset()
         for unit in due:
             self.crew.reshard(unit)
+            if unit.strategy.replicated:  # every rank has made the same update
+                self.crew.gather(unit)
+        due = [unit for unit in due if unit.is_sharded]
+        if not due:
+            return
         about = " ".join(unit.label for unit in due)
         self.agreement.begin(Ask.RENEW, about, "a gather of updated parameters")
         for unit in due:
@@ -288,7 +287,7 @@ class Schedule:
         self.renew()  # what has not been since the step: another library's optimizer took it
 
     def _before_set_trained(self, name: str) -> None:
-        if self.phase is not Phase.IDLE and not self.backward.raised:
+        if self.crew.phase is not Phase.IDLE and not self.backward.raised:
             raise StateError(
                 f"{name}: requires_grad cannot change inside a forward or backward; change it "
                 "between steps"
@@ -343,9 +342,9 @@ class Schedule:
         """
         if self.backward.raised:
             self.reset()
-        if self.phase is not Phase.IDLE:
+        if self.crew.phase is not Phase.IDLE:
             raise StateError(
-                f"{what} is for between steps, and the model is {self.phase.value}: what it needs "
+                f"{what} is for between steps, and the model is {self.crew.phase.value}: what it needs "
                 "would be communicated in the middle of that"
             )
         self.agreement.begin(Ask.CALL, what, what, gathers=False)
