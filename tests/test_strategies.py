@@ -167,6 +167,24 @@ def test_every_norm_is_the_same_under_every_strategy(strategy: str) -> None:
             assert actual == pytest.approx(other, rel=1e-6)
 
 
+def held_after_reduced(rank: int, world_size: int, strategy: str) -> list[Tensor]:
+    """Gradients of a backward, one inside no_sync and one more, with no look in between."""
+    model = zshard.wrap(models.build("odd_parameters"), strategy=named(strategy))
+    first, second, third = models.batches("odd_parameters", 3, rank)
+    models.loss_of(model, first).backward()
+    with zshard.no_sync(model):
+        models.loss_of(model, second).backward()
+    models.loss_of(model, third).backward()
+    return [zshard.full_grad(model, name) for name, _ in model.named_parameters()]
+
+
+def test_gradients_held_back_after_reduced_ones_add_up_under_every_strategy() -> None:
+    expected = run_ranks(held_after_reduced, 2, "zero3")
+    for strategy in ("zero1", "zero2", "ddp"):
+        for actual, other in zip(run_ranks(held_after_reduced, 2, strategy), expected, strict=True):
+            assert all(map(torch.equal, actual, other)), strategy
+
+
 # --- bytes on the wire ---------------------------------------------------------------------------
 
 

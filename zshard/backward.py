@@ -122,6 +122,8 @@ class Backward:
             self._root.install()  # a checkpointed region may be of the root's own modules
         if self._reduces:
             self._reducer.start()
+        else:
+            self._reducer.settle()  # where gradients are kept depends on what is there
         engine = torch.autograd.Variable._execution_engine
         end = EndOfBackward(self._finish)
         engine.queue_callback(end)
