@@ -132,10 +132,8 @@ class Agreement:
         return words
 
     def finish(self) -> None:
-        """End a phase: take part in what is left of the program."""
-        self._discard_ahead()
-        while self._program is not None and self._at < len(self._program):
-            self._take_part()
+        """End a phase: take part in what is left of the program, and meet where that is due."""
+        self._take_part_in_the_rest()
         # A backward that reduces has its own way to learn that a rank has left the program.
         if self._meets_at_end and not (self._reduces and self._follows):
             self._meet(Message(self._number, Ask.END), "the end of a forward or backward")
@@ -241,6 +239,11 @@ class Agreement:
         else:
             self._crew.join(self._units[index])
 
+    def _take_part_in_the_rest(self) -> None:
+        self._discard_ahead()
+        while self._program is not None and self._at < len(self._program):
+            self._take_part()
+
     def _reduce(self, index: int) -> None:
         self._reduced.add(index)
         self._crew.reduce(self._units[index])
@@ -251,7 +254,7 @@ class Agreement:
 
     def _leave_program(self, unit: Unit) -> None:
         if not self._reduces:
-            self.finish()
+            self._take_part_in_the_rest()
             self._program, self._irregular = None, True
             return
         # The others are not to be met before they have reduced without this rank's gradients.

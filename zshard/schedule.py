@@ -344,7 +344,7 @@ class Schedule:
             self.reset()
         if self.crew.phase is not Phase.IDLE:
             raise StateError(
-                f"{what} is for between steps, and the model is {self.crew.phase.value}: what it needs "
-                "would be communicated in the middle of that"
+                f"{what} is for between steps, and the model is {self.crew.phase.value}, in the "
+                "middle of which it would communicate"
             )
         self.agreement.begin(Ask.CALL, what, what, gathers=False)
