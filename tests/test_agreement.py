@@ -17,7 +17,6 @@ from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bi
 
 import zshard
 from zshard import comm
-from zshard.program import Op, Slot, learn
 from zshard.wrap import schedule_of
 
 kBlocks = 4
@@ -317,65 +316,6 @@ def test_a_backward_that_takes_another_way_is_refused_on_all_ranks_once_and_then
         assert all(map(torch.equal, ours, theirs))
 
 
-# --- programs ------------------------------------------------------------------------------------
-
-
-def gathers(units: str) -> list[Slot]:
-    return [Slot(Op.GATHER, "abcdefgh".index(unit)) for unit in units]
-
-
-def spelled(program: tuple[Slot, ...]) -> str:
-    names = "abcdefgh"
-    return "".join(names[u] if op is Op.GATHER else names[u].upper() for op, u in program)
-
-
-def slots(text: str) -> list[Slot]:
-    return [
-        Slot(Op.GATHER if c.islower() else Op.REDUCE, "abcdefgh".index(c.lower())) for c in text
-    ]
-
-
-@pytest.mark.parametrize(
-    ("old", "needed", "reduced", "prefetch", "expected"),
-    [
-        (None, ["abc", "abc"], "", 1, "abc"),
-        (None, ["abd", "acd"], "", 1, "abcd"),
-        ("abd", ["acd", "acd"], "", 1, "abcd"),
-        ("abcdefgh", ["ba", "ba"], "", 1, "ba"),  # of another time
-        (None, ["cCbBaA"], "abc", 0, "cCbBaA"),
-        (None, ["cCbBaA"], "abc", 1, "cbCaBA"),
-        (None, ["cCbBaA"], "abc", 2, "cbaCBA"),
-        (None, ["CbBaA"], "abc", 1, "bCaBA"),
-        (None, ["cCbB", "cCaA"], "abcd", 0, "cCbBaAD"),
-        (None, ["bBaA", "aAbB"], "ab", 0, "abBaA"),  # a reduction is the last of its places
-    ],
-)
-def test_a_program_has_what_every_rank_needs_in_its_order_and_each_reduction_once(
-    old: str | None, needed: list[str], reduced: str, prefetch: int, expected: str
-) -> None:
-    program = learn(
-        None if old is None else tuple(slots(old)),
-        [slots(text) for text in needed],
-        ["abcdefgh".index(unit) for unit in reduced],
-        prefetch,
-    )
-    assert spelled(program) == expected
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_any_needs_are_contained_in_the_program_that_is_learned_of_them(seed: int) -> None:
-    rng = random.Random(seed)
-    needed = [
-        gathers("".join(rng.choices("abcdefgh", k=rng.randrange(9))))
-        for _ in range(rng.choice([1, 2, 4]))
-    ]
-    program = learn(None, needed, [0, 1], rng.randrange(3))
-    for sequence in needed:
-        rest = iter(program)
-        assert all(slot in rest for slot in sequence)
-    assert [slot for slot in program if slot.op is Op.REDUCE] == slots("AB")
-
-
 def test_programs_do_not_pile_up_on_ranks_that_never_repeat_themselves() -> None:
     torch.manual_seed(1)
     model = zshard.wrap(Routed(0, "any order"))
@@ -383,44 +323,3 @@ def test_programs_do_not_pile_up_on_ranks_that_never_repeat_themselves() -> None
         one_step(model, 0, step)
     agreement = schedule_of(model).agreement
     assert 32 < len(agreement._programs) <= 64
-
-
-class Heads(nn.Module):
-    """Two heads over one trunk, each with blocks of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(3, models.kWidth)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = self.blocks[0](self.inlet(x))
-        return {"a": self.blocks[1](x), "b": self.blocks[3](self.blocks[2](x))}
-
-
-def alternating(rank: int, world_size: int) -> list[bool]:
-    sides = []
-    for is_wrapped in (True, False):
-        torch.manual_seed(0)
-        model = Heads()
-        run = model
-        if is_wrapped:
-            zshard.wrap(model)
-        else:
-            run = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-        optimizer = adamw(model)
-        losses = []
-        for step in range(8):
-            loss = run(batch(rank, step))["ab"[step % 2]].square().mean()
-            loss.backward()
-            zshard.clip_grad_norm_(model, 1e9) if is_wrapped else None
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        sides.append(losses)
-    return [bool(torch.equal(a, b)) for a, b in zip(*sides, strict=True)]
-
-
-def test_losses_of_two_heads_in_turn_are_two_backwards_that_are_known() -> None:
-    for same in run_ranks(alternating, 2):
-        assert all(same)

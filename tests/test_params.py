@@ -142,28 +142,6 @@ def scribbled(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return before, zshard.full_param(model, "inlet.weight").clone()
 
 
-def assigned(rank: int, world_size: int) -> list[str]:
-    """Names whose values are not those of a state dict that was assigned inside full_params."""
-    torch.manual_seed(0)
-    model = zshard.wrap(models.build("tied_in_one_unit"))
-    torch.manual_seed(1)
-    other = models.kCases["tied_in_one_unit"].build().state_dict()
-    with zshard.full_params(model, write=True):
-        model.load_state_dict(other, assign=True)
-    wrong = [n for n, value in other.items() if not torch.equal(zshard.full_param(model, n), value)]
-    with (
-        pytest.raises(zshard.InputError, match=r"tokens\.weight.*shape"),
-        zshard.full_params(model, write=True),
-    ):
-        model.tokens.weight = torch.nn.Parameter(torch.zeros(2, 2))
-    return wrong
-
-
-def test_parameters_assigned_inside_full_params_are_taken_over() -> None:
-    assert assigned(0, 1) == []
-    assert run_ranks(assigned, 2) == [[], []]
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_full_params_without_write_changes_nothing(world_size: int) -> None:
     results = [scribbled(0, 1)] if world_size == 1 else run_ranks(scribbled, world_size)

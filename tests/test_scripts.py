@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -296,3 +297,25 @@ def test_units_that_return_nothing_are_resharded_and_trained_all_the_same() -> N
     for name, parameter in plain.named_parameters():
         assert torch.equal(zshard.full_grad(model, name), parameter.grad), name
     assert not any(unit.in_use for unit in schedule_of(model).units)
+
+
+def assigned(rank: int, world_size: int) -> list[str]:
+    """Names whose values are not those of a state dict that was assigned inside full_params."""
+    torch.manual_seed(0)
+    model = zshard.wrap(models.build("tied_in_one_unit"))
+    torch.manual_seed(1)
+    other = models.kCases["tied_in_one_unit"].build().state_dict()
+    with zshard.full_params(model, write=True):
+        model.load_state_dict(other, assign=True)
+    wrong = [n for n, value in other.items() if not torch.equal(zshard.full_param(model, n), value)]
+    with (
+        pytest.raises(zshard.InputError, match=r"tokens\.weight.*shape"),
+        zshard.full_params(model, write=True),
+    ):
+        model.tokens.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    return wrong
+
+
+def test_parameters_assigned_inside_full_params_are_taken_over() -> None:
+    assert assigned(0, 1) == []
+    assert run_ranks(assigned, 2) == [[], []]

@@ -1,4 +1,4 @@
-"""Several wrapped models in one script, and what else a script communicates between phases."""
+"""Several models or losses in one script, and what else it communicates between phases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from models import Blocks
+from models import Block, Blocks
 from ranks import run_ranks
 from steps import batch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from training import adamw
 
 import zshard
 
@@ -252,3 +253,44 @@ def sparse(rank: int, world_size: int) -> Tensor:
 def test_sparse_gradients_are_reduced_dense() -> None:
     first, second = run_ranks(sparse, 2)
     assert torch.equal(first, second) and int((first != 0).any(1).sum()) == 4
+
+
+class Heads(nn.Module):
+    """Two heads over one trunk, each with blocks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(3, models.kWidth)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.blocks[0](self.inlet(x))
+        return {"a": self.blocks[1](x), "b": self.blocks[3](self.blocks[2](x))}
+
+
+def alternating(rank: int, world_size: int) -> list[bool]:
+    sides = []
+    for is_wrapped in (True, False):
+        torch.manual_seed(0)
+        model = Heads()
+        run = model
+        if is_wrapped:
+            zshard.wrap(model)
+        else:
+            run = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = adamw(model)
+        losses = []
+        for step in range(8):
+            loss = run(batch(rank, step))["ab"[step % 2]].square().mean()
+            loss.backward()
+            zshard.clip_grad_norm_(model, 1e9) if is_wrapped else None
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        sides.append(losses)
+    return [bool(torch.equal(a, b)) for a, b in zip(*sides, strict=True)]
+
+
+def test_losses_of_two_heads_in_turn_are_two_backwards_that_are_known() -> None:
+    for same in run_ranks(alternating, 2):
+        assert all(same)

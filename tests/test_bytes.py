@@ -1,0 +1,193 @@
+"""Textbook bytes on the wire and in memory, under every strategy."""
+
+from __future__ import annotations
+
+import itertools
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import zshard
+
+kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+
+
+# --- bytes on the wire ---------------------------------------------------------------------------
+
+
+class WideBlock(nn.Module):
+    """A residual MLP block, large enough for padding not to count."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Wide(nn.Module):
+    """Three large blocks, and a root of next to nothing."""
+
+    def __init__(self, width: int = 192) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(WideBlock(width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def traffic(rank: int, world_size: int, strategy: str) -> tuple[int, dict[str, int]]:
+    torch.manual_seed(0)
+    model = zshard.wrap(Wide(), strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters())
+    step(model, optimizer, rank)
+    stats = zshard.stats(model)
+    stats.reset()
+    step(model, optimizer, rank)
+    return sum(p.numel() for p in model.parameters()), dict(stats.sent_bytes)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("strategy", kStrategies)
+def test_a_step_sends_the_textbook_volume(strategy: str, world_size: int) -> None:
+    for count, sent in run_ranks(traffic, world_size, strategy):
+        share = 4 * count * (world_size - 1) / world_size
+        small = sent.pop("all_reduce") + sent.pop("agree")
+        assert small < 800, "what ranks tell each other is a few numbers"
+        # zero3 gathers twice but for the last of three blocks, which stays for backward.
+        expected = {"all_gather": share * (1 + (2 / 3 if strategy == "zero3" else 0))}
+        expected["reduce_scatter"] = share
+        assert sent.keys() == expected.keys()
+        for operation, volume in expected.items():
+            assert sent[operation] == pytest.approx(volume, rel=0.01), operation
+
+
+def gathers_after_step(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
+    torch.manual_seed(0)
+    model = zshard.wrap(models.Blocks(order=(2, 0, 1)), strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters())
+    step(model, optimizer, rank)
+    with zshard.trace(model) as trace:
+        step(model, optimizer, rank)
+        model(torch.ones(4, 3))
+    return [tuple(event) for event in trace.events]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_updated_shards_are_gathered_after_the_step_in_the_order_of_the_next_forward(
+    strategy: str,
+) -> None:
+    for events in run_ranks(gathers_after_step, 2, strategy):
+        after = events[events.index(("step", "root")) + 1 :]
+        gathers = [("gather", u) for u in ("root", "blocks.2", "blocks.0", "blocks.1")]
+        issued = [event for event in after if event[0] != "reshard"]
+        assert issued[:4] == gathers
+        rest = [(phase, unit) for _, unit in gathers for phase in ("wait", "forward")]
+        assert issued[4:] == rest
+        assert not any(phase == "gather" for phase, _ in events[: events.index(("step", "root"))])
+
+
+# --- bytes in memory -----------------------------------------------------------------------------
+
+
+def table(strategy: str, precision: str, count: int, world_size: int) -> float:
+    """The bytes that a rank holds, by DESIGN's table: parameters, gradients, master, two states."""
+    compute, gradient, master = {"fp32": (4, 4, 0), "bf16": (2, 2, 4), "split": (2, 2, 2)}[
+        precision
+    ]
+    n = world_size
+    whole = {
+        "ddp": (1, 1, 1),
+        "zero1": (1, 1, 1 / n),
+        "zero2": (1, 1 / n, 1 / n),
+        "zero3": (1 / n, 1 / n, 1 / n),
+    }[strategy]
+    return count * (compute * whole[0] + gradient * whole[1] + (master + 8) * whole[2])
+
+
+kPolicies = {
+    "fp32": None,
+    "bf16": zshard.Precision.bf16(reduce=torch.bfloat16),
+    "split": zshard.Precision.bf16(reduce=torch.bfloat16, master="split"),
+}
+
+
+def held(rank: int, world_size: int, strategy: str, precision: str) -> tuple[int, dict[str, int]]:
+    torch.manual_seed(0)
+    model = zshard.wrap(Wide(), strategy=strategy, precision=kPolicies[precision])
+    optimizer = zshard.AdamW(model.parameters())
+    for _ in range(2):
+        step(model, optimizer, rank)
+    return sum(p.numel() for p in model.parameters()), dict(zshard.memory(model)["now"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("strategy", kStrategies)
+def test_a_rank_holds_what_the_table_says(strategy: str, world_size: int) -> None:
+    for precision in kPolicies:
+        results = (
+            [held(0, 1, strategy, precision)]
+            if world_size == 1
+            else run_ranks(held, world_size, strategy, precision)
+        )
+        for count, memory in results:
+            expected = table(strategy, precision, count, world_size)
+            assert memory["states"] == pytest.approx(expected, rel=0.02), precision
+            assert memory["padding"] < 0.005 * expected
+            lent = memory["full_buffers"] > 0
+            assert lent == (strategy == "zero3" and world_size > 1)
+
+
+def test_the_table_is_the_designs() -> None:
+    p, n = 1000, 4
+    written = {
+        ("ddp", "fp32"): 16 * p,
+        ("zero1", "fp32"): 8 * p + 8 * p / n,
+        ("zero2", "fp32"): 4 * p + 12 * p / n,
+        ("zero3", "fp32"): 16 * p / n,
+        ("ddp", "bf16"): 16 * p,
+        ("zero1", "bf16"): 4 * p + 12 * p / n,
+        ("zero2", "bf16"): 2 * p + 14 * p / n,
+        ("zero3", "bf16"): 16 * p / n,
+        ("ddp", "split"): 14 * p,
+        ("zero1", "split"): 4 * p + 10 * p / n,
+        ("zero2", "split"): 2 * p + 12 * p / n,
+        ("zero3", "split"): 14 * p / n,
+    }
+    assert written == {key: table(*key, p, n) for key in itertools.product(kStrategies, kPolicies)}
+
+
+def no_sync_memory(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = zshard.wrap(Wide(), strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters())
+    step(model, optimizer, rank)
+    before = zshard.memory(model)["now"]["gradients"]
+    with zshard.no_sync(model):
+        model(torch.ones(4, 3)).square().mean().backward()
+    return before, zshard.memory(model)["now"]["gradients"]
+
+
+@pytest.mark.parametrize("strategy", kStrategies)
+def test_no_sync_takes_no_memory_where_the_gradient_buffer_is_whole(strategy: str) -> None:
+    for before, inside in run_ranks(no_sync_memory, 2, strategy):
+        if strategy in ("zero1", "ddp"):
+            assert inside == before
+        else:
+            assert inside == pytest.approx(3 * before, rel=0.01), "the shard, and whole gradients"
