@@ -151,3 +151,35 @@ def prompted_loss(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 def test_a_view_of_a_parameter_may_leave_its_unit() -> None:
     for ours, theirs in run_ranks(prompted_loss, 2):
         assert torch.equal(ours, theirs)
+
+
+def aborted(rank: int, world_size: int, fails: tuple[int, ...]) -> list[Tensor]:
+    """Losses of steps after a first one whose backward raised on the ranks ``fails``."""
+    model = build()
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    handle = model.blocks[1].up.register_full_backward_hook(fail) if rank in fails else None
+    if fails:
+        with pytest.raises((ValueError, zshard.StateError)):
+            one_step(model, rank, 7)
+            zshard.clip_grad_norm_(model, 1.0)
+    if handle is not None:
+        handle.remove()
+        zshard.reset(model)
+    optimizer.zero_grad()
+    losses = []
+    for step in range(4):
+        losses.append(one_step(model, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_nothing_is_learned_of_a_backward_that_raised() -> None:
+    assert aborted(0, 1, (0,)) == aborted(0, 1, ())
+    expected = run_ranks(aborted, 2, ())
+    for fails in ((0,), (0, 1)):
+        assert run_ranks(aborted, 2, fails) == expected

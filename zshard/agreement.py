@@ -71,6 +71,7 @@ class Agreement:
         self._ready: set[int] = set()  # complete on this rank
         self._ready_on: dict[int, set[int]] = {}  # unit -> places; where there is no program
         self._reduced: set[int] = set()
+        self._aborted = False  # this rank left the phase by an exception
         self._irregular = False  # somebody left the program, or there is none
         self._follows = False  # whether the phase began with a program
         self._loose = False  # whether ranks have left one, and so meet at the end of phases as well
@@ -127,7 +128,7 @@ class Agreement:
         self._irregular = gathers and not self._follows
         self._meets_at_end = gathers and (self._loose or not self._follows)
         self._at, self._reduces = 0, reduces
-        self._trained = trained
+        self._trained, self._aborted = trained, False
         self._needed, self._ready, self._ready_on, self._reduced = [], set(), {}, set()
         return words
 
@@ -144,8 +145,12 @@ class Agreement:
                 self._learn()
         self._meets_at_end = self._reduces = False
 
+    def abort(self) -> None:
+        """Note that this rank leaves the phase by an exception: nothing is learned of it."""
+        self._aborted = True
+
     def abandon(self) -> None:
-        """Forget a phase that a single rank has left by an exception."""
+        """Forget what is left of a phase that was aborted."""
         self._program, self._meets_at_end, self._reduces = None, False, False
         self._ahead.clear()
 
@@ -306,14 +311,17 @@ class Agreement:
                 self._crew.join(unit)
 
     def _learn(self) -> None:
-        """Make the program of the phase that every rank has ended."""
-        gathered = self._comm.all_gather_object(self._needed, Tag(0, "agree", "program"))
+        """Make the program of the phase that every rank has ended; none if one has aborted it."""
+        self._irregular = False
+        needed = None if self._aborted else self._needed
+        gathered = self._comm.all_gather_object(needed, Tag(0, "agree", "program"))
+        if None in gathered:
+            return
         everyone: list[list[Slot]] = gathered  # type: ignore[assignment]
         old = self._programs.pop(self._key, None)
         self._programs[self._key] = learn(old, everyone, self._trained, self._prefetch)
         while len(self._programs) > _PROGRAMS:
             del self._programs[next(iter(self._programs))]
-        self._irregular = False
 
     def forget_trained(self) -> None:
         """Parameters were frozen or unfrozen."""

@@ -198,6 +198,7 @@ class Backward:
 
     def abandon(self, strayed: bool) -> None:
         """Leave the forward or backward under way; see ``Schedule.reset``."""
+        self._agreement.abort()
         for flat in self._reducer.flats:
             flat.grads.drop_leaves()
         reduces = self._crew.phase is Phase.BACKWARD and self._reduces
