@@ -7,6 +7,8 @@ At N = 1 and 2 the average divides exactly, so the comparison is bit by bit.
 
 from __future__ import annotations
 
+import dataclasses
+
 import models
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from training import Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
 
 import zshard
+from zshard.structure import cast_floating
 
 kCases = ["blocks", "odd_parameters", "channels_last", "tied_in_one_unit", "unused", "gpt"]
 
@@ -204,6 +207,73 @@ def test_bf16_parameters_read_back_in_their_own_dtype() -> None:
     for name, value in expected.items():
         whole = zshard.full_param(model, name)
         assert whole.dtype == torch.bfloat16 and torch.equal(whole, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    ids: Tensor
+    parts: tuple[Tensor, ...] = ()
+    name: str = "batch"
+
+
+class TakesAndGives(nn.Module):
+    """Takes a dataclass and returns one, with the dtypes that it was given in its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, batch: Batch) -> Batch:
+        seen = f"{batch.x.dtype} {batch.ids.dtype} {batch.parts[0].dtype}"
+        return Batch(self.linear(batch.x), batch.ids, (batch.x,), seen)
+
+
+def test_dataclasses_are_cast_on_the_way_in_and_out_and_else_left_alone() -> None:
+    precision = zshard.Precision.bf16(output=torch.float64)
+    model = zshard.wrap(TakesAndGives(), precision=precision)
+    given = Batch(torch.ones(1, 3), torch.ones(1, dtype=torch.int64), (torch.ones(2),))
+    out = model(given)
+    assert out.name == "torch.bfloat16 torch.int64 torch.bfloat16"
+    assert given.x.dtype == torch.float32, "the caller's own is not changed"
+    assert out.x.dtype == out.parts[0].dtype == torch.float64 and out.ids.dtype == torch.int64
+    only = Batch(torch.ones(1), torch.ones(1, dtype=torch.int64), name="kept")
+    assert cast_floating([only], torch.float32)[0] is only
+
+
+class KeptInFp32(models.Block):
+    """A block that casts around its norm, which stays in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x.float()).to(x.dtype)
+        return x + self.down(self.up(normed).relu())
+
+
+def kept_in_fp32(rank: int, world_size: int) -> list[str]:
+    """Gradients that are not the plain model's, averaged by hand."""
+    sides = []
+    for is_wrapped in (True, False):
+        torch.manual_seed(0)
+        model = models.Blocks(block=KeptInFp32).bfloat16()
+        for block in model.blocks:
+            block.norm.float()
+        if is_wrapped:
+            zshard.wrap(model)
+        model(models.batches("blocks", 1)[0].bfloat16()).float().square().sum().backward()
+        sides.append(
+            {
+                name: zshard.full_grad(model, name) if is_wrapped else p.grad
+                for name, p in model.named_parameters()
+            }
+        )
+    assert sides[0]["blocks.0.norm.weight"].dtype == torch.float32
+    return [n for n, grad in sides[1].items() if not torch.equal(sides[0][n], grad)]
+
+
+def test_a_module_kept_in_fp32_inside_a_bf16_model_has_the_plain_models_bits() -> None:
+    # Both ranks have the same batch, so the average is each one's gradient.
+    assert kept_in_fp32(0, 1) == []
+    assert run_ranks(kept_in_fp32, 2) == [[], []]
 
 
 class MixedDtypes(nn.Module):

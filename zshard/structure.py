@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from .errors import WrapError
 
@@ -38,8 +39,24 @@ class Structure:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: object) -> object:
-    """``value`` with ``function`` applied to every tensor in its containers."""
-    return tree_map_only(torch.Tensor, function, value)
+    """``value`` with ``function`` applied to every tensor in its containers and dataclasses."""
+
+    def leaf(item: object) -> object:
+        if isinstance(item, torch.Tensor):
+            return function(item)
+        if not dataclasses.is_dataclass(item) or isinstance(item, type):
+            return item
+        fields = [f.name for f in dataclasses.fields(item) if hasattr(item, f.name)]
+        before = {name: getattr(item, name) for name in fields}
+        after = {name: map_tensors(function, held) for name, held in before.items()}
+        if all(after[name] is held for name, held in before.items()):
+            return item
+        mapped = copy.copy(item)
+        for name, held in after.items():
+            object.__setattr__(mapped, name, held)  # a frozen dataclass refuses setattr
+        return mapped
+
+    return tree_map(leaf, value)
 
 
 def cast_floating(value: object, dtype: torch.dtype) -> object:
