@@ -254,9 +254,9 @@ def test_after_an_exception_on_one_rank_all_are_told_and_go_on_as_if_it_had_not_
         assert "StateError: the last backward raised an exception on rank 1" in results[0][1]
 
 
-def dies(rank: int, world_size: int, broadcasts: bool) -> str:
-    if broadcasts:
-        comm._BROADCAST_BYTES = 1
+def dies(rank: int, world_size: int, messages: bool) -> str:
+    if messages:
+        comm._MESSAGE_BYTES = 1
     model = build()
     one_step(model, rank, 0)
     if rank == 1:
@@ -272,10 +272,10 @@ def dies(rank: int, world_size: int, broadcasts: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("broadcasts", [False, True])
-def test_a_killed_rank_is_a_comm_error_on_the_other_not_a_hang(broadcasts: bool) -> None:
+@pytest.mark.parametrize("messages", [False, True])
+def test_a_killed_rank_is_a_comm_error_on_the_other_not_a_hang(messages: bool) -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(dies, 2, broadcasts, timeout=30)
+        run_ranks(dies, 2, messages, timeout=30)
     story = str(caught.value)
     assert "rank 1 was killed by SIGKILL" in story
     assert "rank 0 returned" in story

@@ -88,23 +88,23 @@ def test_a_model_with_fewer_elements_than_ranks_trains() -> None:
         torch.testing.assert_close(weight, torch.full((1, 2), 0.5 * (1 - 0.1 * 0.01) - 0.1))
 
 
-def by_broadcasts(rank: int, world_size: int, name: str, strategy: str) -> tuple[Record, Record]:
-    """As ``both_sides``, with every gather as a broadcast from each rank."""
-    comm._BROADCAST_BYTES = 1
+def by_messages(rank: int, world_size: int, name: str, strategy: str) -> tuple[Record, Record]:
+    """As ``both_sides``, with every gather and exchange as messages."""
+    comm._MESSAGE_BYTES = 1
     return both_sides(rank, world_size, name, {"strategy": strategy, "prefetch": 2}, False)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "ddp"])
 @pytest.mark.parametrize("name", ["odd_parameters", "unused", "gpt_around"])
-def test_gathers_as_broadcasts_change_no_bit(name: str, strategy: str) -> None:
-    for actual, expected in run_ranks(by_broadcasts, 2, name, strategy):
+def test_collectives_as_messages_change_no_bit(name: str, strategy: str) -> None:
+    for actual, expected in run_ranks(by_messages, 2, name, strategy):
         assert_same_bits(actual, expected)
 
 
-def test_gathers_as_broadcasts_over_three_ranks_give_the_collectives_bits() -> None:
+def test_messages_between_three_ranks_give_the_collectives_bits() -> None:
     options = {"strategy": "zero3", "prefetch": 2}
     expected = run_ranks(both_sides, 3, "gpt", options, False)
     for (actual, _), (other, _) in zip(
-        run_ranks(by_broadcasts, 3, "gpt", "zero3"), expected, strict=True
+        run_ranks(by_messages, 3, "gpt", "zero3"), expected, strict=True
     ):
         assert_same_bits(actual, other)

@@ -6,23 +6,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import CommError, InputError, WrapError
+from .messages import Messenger, Work
 from .streams import Lane, Mark, compute_waits
 
 # torch 2.13 renamed these, and warns at every call by the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-
-# From this size on a gather over gloo goes as one broadcast from each rank: gloo's all-gather moves
-# one chunk at a time, and takes three times as long for tens of megabytes.
-_BROADCAST_BYTES = 1 << 18
+# From this size of a row on, gloo's collectives are made of messages.
+_MESSAGE_BYTES = 1 << 18
 
 
 class Tag(NamedTuple):
@@ -34,19 +33,6 @@ class Tag(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.phase} of unit {self.unit!r} in step {self.step}"
-
-
-class _Work(Protocol):
-    def wait(self) -> bool: ...
-
-
-class _Together(NamedTuple):
-    """Operations that are one collective."""
-
-    works: list[_Work]
-
-    def wait(self) -> bool:
-        return all([work.wait() for work in self.works])
 
 
 @dataclass
@@ -74,7 +60,7 @@ class CommStats:
 class Handle:
     """A collective under way; after ``wait`` the compute stream may use its result."""
 
-    def __init__(self, comm: Comm, work: _Work | None, mark: Mark, op: str, tag: Tag) -> None:
+    def __init__(self, comm: Comm, work: Work | None, mark: Mark, op: str, tag: Tag) -> None:
         self._comm, self._work, self._mark, self._op, self._tag = comm, work, mark, op, tag
 
     def wait(self) -> None:
@@ -126,7 +112,11 @@ class Ranks:
         self.size = dist.get_world_size(group) if group is not None else 1
         self.members = () if group is None else tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group) if group is not None else 0
-        self.nccl = group is not None and _backend_name(group, device) == "nccl"
+        backend = "" if group is None else _backend_name(group, device)
+        self.nccl = backend == "nccl"
+        self._messenger: Messenger | None = None  # for large rows; see messages.py
+        if group is not None and backend == "gloo" and device.type == "cpu":
+            self._messenger = Messenger(group, self.rank, self.size)
         # What ranks tell each other is for the host, which must not wait for the device.
         self.control = group
         if self.nccl and self.size > 1:
@@ -144,17 +134,9 @@ class Ranks:
         """
         return 1 if self.nccl and dtype.itemsize >= 4 else self.size
 
-    def gather_by_broadcasts(self, full: torch.Tensor, shard: torch.Tensor) -> _Together:
-        """Start an all-gather of ``shard`` (S,) into ``full`` (N * S,), from one rank at a time."""
-        parts = full.view(self.size, -1)
-        if parts[self.rank].data_ptr() != shard.data_ptr():
-            parts[self.rank].copy_(shard)
-        return _Together(
-            [
-                dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
-                for rank, part in enumerate(parts)
-            ]
-        )
+    def messenger_for(self, row: torch.Tensor) -> Messenger | None:
+        """What moves rows as large as ``row``; None where the backend's own collectives do."""
+        return self._messenger if _bytes(row) >= _MESSAGE_BYTES else None
 
 
 class Comm:
@@ -224,8 +206,9 @@ class Comm:
         over, lane = over or self.shards, lane or self.gather_lane
         with lane.after_compute(), self.named_errors("all_gather", tag):
             self._count("all_gather", _bytes(shard) * (over.size - 1), tag)
-            if shard.is_cpu and _bytes(shard) >= _BROADCAST_BYTES:
-                work = over.gather_by_broadcasts(full, shard)
+            work: Work | None
+            if (messenger := over.messenger_for(shard)) is not None:
+                work = messenger.all_gather(full, shard)
             else:
                 work = _all_gather(full, shard, over.group, async_op=not over.nccl)
             return Handle(self, work, lane.mark(), "all_gather", tag)
@@ -244,8 +227,12 @@ class Comm:
         ``Ranks.chunks``. Runs on the reduce lane; both have to be long-lived.
         """
         with self.reduce_lane.after_compute(), self.named_errors("reduce_scatter", tag):
-            self._count("reduce_scatter", _bytes(packed) // over.size * (over.size - 1), tag)
-            if over.chunks(dtype) == 1:
+            row = packed.view(over.size, -1)[0]
+            self._count("reduce_scatter", _bytes(row) * (over.size - 1), tag)
+            work: Work | None
+            if (messenger := over.messenger_for(row)) is not None:
+                work = messenger.all_to_all(chunks, packed)
+            elif over.chunks(dtype) == 1:
                 work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=over.group)
             else:
                 work = dist.all_to_all_single(
