@@ -196,10 +196,15 @@ def _check(state: _State) -> None:
         state.steps,
         grad_scale=state.factor()[0],
     )
+    # torch sums the norm, and so the clip factor, in fp32: the averages take over its error.
+    roundings = [
+        *(1e-5 for _ in state.masters),
+        *(1e-4 for _ in state.exp_avgs),
+        *(1e-2 for _ in state.sends),
+    ]
     expected = [*state.masters, *state.exp_avgs, *state.sends]
-    for ours, theirs, wanted in zip(*outcomes, expected, strict=True):
+    for ours, theirs, wanted, rounding in zip(*outcomes, expected, roundings, strict=True):
         same(ours, wanted, "adamw_")
-        rounding = 1e-5 if wanted.dtype == torch.float32 else 1e-2
         same(theirs, wanted, "torch's sequence", rtol=rounding)
     state.restore(start)
     # torch unscales and clips in place: with a scale of 1, running it again changes little.

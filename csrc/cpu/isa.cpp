@@ -1,5 +1,7 @@
 #include "cpu/isa.h"
 
+#include "cpu/memory.h"
+
 #ifdef __x86_64__
 
 #include <cstdlib>
@@ -30,6 +32,11 @@ Isa choose() {
 }
 
 }  // namespace
+
+const bool prefetches = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel") != 0;
+}();
 
 Isa isa() {
     static const Isa level = choose();
