@@ -1,0 +1,73 @@
+"""What the times of steps mean: over compute alone, waiting, and the host's overhead."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from protocol import Ratio, Result, aligned, median_ratio
+from setting import UNITS
+
+
+class Overhead(NamedTuple):
+    """Of a contestant beyond the plain model, a unit and step."""
+
+    microseconds: float  # median
+    ratio: Ratio  # over that of the side on trial
+
+
+def overheads(result: Result) -> dict[str, Overhead]:
+    """The host's overhead of every contestant of the tiny units."""
+    plain = result.seconds["plain"]
+    beyond = {
+        name: [(s - p) / UNITS for s, p in zip(seconds, plain, strict=True)]
+        for name, seconds in result.seconds.items()
+        if name != "plain"
+    }
+    own = beyond[result.first]
+    return {
+        name: Overhead(statistics.median(seconds) * 1e6, median_ratio(seconds, own))
+        for name, seconds in beyond.items()
+    }
+
+
+def exposed(result: Result) -> dict[str, float]:
+    """Seconds a step that the host waits for collectives, for those who count it."""
+    found = result.extra.get("exposed_s", {})
+    assert isinstance(found, dict)
+    return found
+
+
+def summary(results: Sequence[Result]) -> str:
+    """A line a contestant: its time over compute's, what zshard waits for, the host's overhead."""
+    rows = []
+    for result in results:
+        host = overheads(result) if "plain" in result.seconds else {}
+        waits = exposed(result)
+        for name, seconds in result.seconds.items():
+            if name in ("compute", "plain"):
+                continue
+            cells = [""] * 4
+            if "compute" in result.seconds:
+                over = median_ratio(seconds, result.seconds["compute"])
+                cells[0] = f"{over.median - 1:+.0%}"
+            if name in waits:
+                cells[1] = f"{waits[name] * 1e3:.2f}"
+            if name in host:
+                ratio = host[name].ratio
+                cells[2] = f"{host[name].microseconds:.1f}"
+                cells[3] = f"{ratio.median:.2f} ({ratio.interval})"
+            rows.append([result.case, name, *cells])
+    columns = ["case", "step", "over compute", "waits ms", "host us/unit", "host ratio (95 %)"]
+    return aligned(columns, rows)
+
+
+def as_json(result: Result) -> dict[str, object]:
+    """Every figure of a case, the host's overhead too."""
+    figures = result.as_json()
+    if "plain" in result.seconds:
+        host = overheads(result)
+        figures["host_us_per_unit"] = {name: o.microseconds for name, o in host.items()}
+        figures["host_over_first"] = {name: o.ratio._asdict() for name, o in host.items()}
+    return figures
