@@ -127,7 +127,7 @@ def rank_main(
         host = setting.model == "units"
         case = f"{setting.model} {setting.tokens} tokens {setting.precision} N={size}"
         progress.set_postfix_str(case)
-        fit = [name for name in against if PEERS[name].unfit(setting, backend) is None]
+        fit = [name for name in against if PEERS[name].unfit(setting, backend, size) is None]
         contestants = [make_zshard(setting, variant) for variant in variants]
         contestants += [MAKERS[name](setting) for name in (*fit, "plain" if host else "compute")]
         if backend != "fake":  # its collectives leave the results undefined
@@ -224,7 +224,7 @@ def parse(
         reason
         for name in names
         for setting in settings_of(arguments)
-        if (reason := PEERS[name].unfit(setting, arguments.backend))
+        if (reason := PEERS[name].unfit(setting, arguments.backend, arguments.ranks))
     }
     return arguments, variants, names, [*not_run, *sorted(reasons)]
 

@@ -14,30 +14,39 @@ class Peer(NamedTuple):
 
     Args:
         package: what it comes in, where that is not torch.
+        units: whether it gathers the units that the model is cut into.
         low_precision: whether it has a policy of compute and reduce dtypes.
         fake: whether it runs over a group whose collectives leave what they find.
+        alone: whether it does at one rank what it does at several.
     """
 
     title: str
     package: str | None = None
-    low_precision: bool = True
+    units: bool = False
+    low_precision: bool = False
     fake: bool = False
+    alone: bool = True
 
-    def unfit(self, setting: Setting, backend: str) -> str | None:
+    def unfit(self, setting: Setting, backend: str, ranks: int) -> str | None:
         """Why it cannot train ``setting``; None if it can."""
+        if setting.model == "units" and not self.units:
+            return f"{self.title} is not run on the tiny units: it does not gather them."
         if setting.compute is not None and not self.low_precision:
             return f"{self.title} is not run in bf16: it has no precision policy."
         if backend == "fake" and not self.fake:
             return f"{self.title} is not run over the fake group: it needs what it communicates."
+        if ranks == 1 and not self.alone:
+            return f"{self.title} is not run on one rank: there it shards nothing."
         return None
 
 
 PEERS = {
-    "fsdp2": Peer("FSDP2", fake=True),
-    "fsdp1": Peer("FSDP1"),
-    "ddp": Peer("DDP", low_precision=False),
-    "zero1": Peer("ZeroRedundancyOptimizer", low_precision=False),
-    "deepspeed": Peer("DeepSpeed ZeRO-3", package="deepspeed"),
+    "fsdp2": Peer("FSDP2", units=True, low_precision=True, fake=True),
+    "fsdp1": Peer("FSDP1", units=True, low_precision=True, alone=False),
+    "ddp": Peer("DDP"),
+    "zero1": Peer("ZeroRedundancyOptimizer"),
+    # It keeps parameters below 100,000 elements whole, which all of the tiny units are.
+    "deepspeed": Peer("DeepSpeed ZeRO-3", package="deepspeed", low_precision=True),
 }
 
 
@@ -67,10 +76,9 @@ def choose(against: str | None) -> Chosen:
             raise ValueError(reason)
         else:
             missing.append(reason)
-    left = [
-        f"{peer.title} is not run: not asked for." for n, peer in PEERS.items() if n not in asked
-    ]
-    return Chosen(names, missing + left)
+    if left := [peer.title for name, peer in PEERS.items() if name not in asked]:
+        missing.append(f"Not run, as not asked for: {', '.join(left)}.")
+    return Chosen(names, missing)
 
 
 def _missing(peer: Peer) -> str | None:
@@ -78,7 +86,7 @@ def _missing(peer: Peer) -> str | None:
     if peer.package is None:
         return None
     if importlib.util.find_spec(peer.package) is None:
-        return f"{peer.title} is not run: not installed; pip install {peer.package}"
+        return f"{peer.title} is not run: {peer.package} is not installed."
     try:
         importlib.import_module(peer.package)
     except Exception as error:  # whatever another package's import may raise
