@@ -73,7 +73,7 @@ def choose(against: str | None) -> Chosen:
         if reason is None:
             names.append(name)
         elif against is not None:
-            raise ValueError(reason)
+            raise ValueError(f"{name}: {reason} Leave it out, or install it.")
         else:
             missing.append(reason)
     if left := [peer.title for name, peer in PEERS.items() if name not in asked]:

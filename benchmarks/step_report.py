@@ -32,6 +32,14 @@ def overheads(result: Result) -> dict[str, Overhead]:
     }
 
 
+def over_compute(result: Result) -> dict[str, Ratio]:
+    """The time of every contestant over that of computing alone."""
+    if "compute" not in result.seconds:
+        return {}
+    base = result.seconds["compute"]
+    return {n: median_ratio(s, base) for n, s in result.seconds.items() if n != "compute"}
+
+
 def exposed(result: Result) -> dict[str, float]:
     """Seconds a step that the host waits for collectives, for those who count it."""
     found = result.extra.get("exposed_s", {})
@@ -44,14 +52,11 @@ def summary(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
         host = overheads(result) if "plain" in result.seconds else {}
-        waits = exposed(result)
-        for name, seconds in result.seconds.items():
-            if name in ("compute", "plain"):
-                continue
+        over, waits = over_compute(result), exposed(result)
+        for name in over or host:
             cells = [""] * 4
-            if "compute" in result.seconds:
-                over = median_ratio(seconds, result.seconds["compute"])
-                cells[0] = f"{over.median - 1:+.0%}"
+            if name in over:
+                cells[0] = f"{over[name].median - 1:+.0%}"
             if name in waits:
                 cells[1] = f"{waits[name] * 1e3:.2f}"
             if name in host:
@@ -66,6 +71,8 @@ def summary(results: Sequence[Result]) -> str:
 def as_json(result: Result) -> dict[str, object]:
     """Every figure of a case, the host's overhead too."""
     figures = result.as_json()
+    if over := over_compute(result):
+        figures["over_compute"] = {name: ratio._asdict() for name, ratio in over.items()}
     if "plain" in result.seconds:
         host = overheads(result)
         figures["host_us_per_unit"] = {name: o.microseconds for name, o in host.items()}
