@@ -12,7 +12,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -65,9 +65,19 @@ def check_losses(contestants: Sequence[Contestant], setting: Setting) -> dict[st
 
 
 def measure_steps(
-    case: str, contestants: Sequence[Contestant], setting: Setting, effort: Effort, repeats: int
+    case: str,
+    contestants: Sequence[Contestant],
+    setting: Setting,
+    effort: Effort,
+    repeats: int,
+    ended: Callable[[], object] = lambda: None,
 ) -> Result:
-    """Time every contestant once a round, the first one twice, in one random order on all ranks."""
+    """Time every contestant once a round, the first one twice, in one random order on all ranks.
+
+    Args:
+        repeats: steps in one timed region.
+        ended: called after every round.
+    """
     batches = setting.batches(dist.get_rank())
     order = [*((c.name, c) for c in contestants), (NULL, contestants[0])]
     seconds: dict[str, list[float]] = {name: [] for name, _ in order}
@@ -87,6 +97,7 @@ def measure_steps(
             if number >= effort.warmups:
                 seconds[name].append(taken / repeats)
                 exposed[name].append((contestant.exposed_seconds() - waited) / repeats)
+        ended()
     slowest = torch.tensor([seconds[name] for name in seconds], dtype=torch.float64)
     slowest = slowest.to(setting.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -122,8 +133,12 @@ def rank_main(
     results: list[Result] = []
     checked: dict[str, dict[str, list[float]]] = {}
     backend, size = dist.get_backend(), dist.get_world_size()
-    progress = tqdm(settings, unit="case", disable=None if dist.get_rank() == 0 else True)
-    for setting in progress:
+    progress = tqdm(
+        total=len(settings) * (0 if check_only else effort.warmups + effort.rounds) or None,
+        unit="round",
+        disable=None if dist.get_rank() == 0 else True,
+    )
+    for setting in settings:
         host = setting.model == "units"
         case = f"{setting.model} {setting.tokens} tokens {setting.precision} N={size}"
         progress.set_postfix_str(case)
@@ -135,9 +150,12 @@ def rank_main(
             checked[case] = check_losses(trained, setting)
         if not check_only:
             repeats = _HOST_REPEATS if host and effort != _LOOK else 1
-            results.append(measure_steps(case, contestants, setting, effort, repeats))
+            results.append(
+                measure_steps(case, contestants, setting, effort, repeats, progress.update)
+            )
         del contestants
         gc.collect()
+    progress.close()
     return {"results": [asdict(result) for result in results], "losses": checked}
 
 

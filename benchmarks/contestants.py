@@ -109,8 +109,8 @@ class Variant:
         """
         given: dict[str, object] = {}
         for part in text.split("+"):
-            key, _, value = part.rpartition("=")
-            if not key and value in ("zero3", "zero2", "zero1", "ddp"):
+            key, equals, value = part.rpartition("=")
+            if not equals and value in ("zero3", "zero2", "zero1", "ddp"):
                 given["strategy"] = value
             elif key == "prefetch" and value.isdecimal():
                 given[key] = int(value)
