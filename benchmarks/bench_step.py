@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -183,19 +184,25 @@ def variants_of(text: str) -> list[Variant]:
     return variants
 
 
-def parse(
-    argv: Sequence[str] | None, program: str | None
-) -> tuple[argparse.Namespace, list[Variant], list[str], list[str]]:
-    """The options, zshard's variants, the peers, and a sentence for each peer that is not run."""
+class Asked(NamedTuple):
+    """What the command line asks for."""
+
+    arguments: argparse.Namespace
+    variants: list[Variant]
+    peers: list[str]  # keys of PEERS
+    not_run: list[str]  # sentences about the others
+
+
+def make_step_parser(program: str | None) -> argparse.ArgumentParser:
+    """The options; those that --quick changes have no default yet."""
     parser = make_parser(__doc__.splitlines()[0], program)
-    several = {"nargs": "+"}
-    parser.add_argument("--model", choices=SIZES, help="default: 25m 100m", **several)
-    parser.add_argument("--tokens", type=positive, help="of a rank; default: 128 1024", **several)
+    parser.add_argument("--model", choices=SIZES, help="default: 25m 100m", nargs="+")
+    parser.add_argument("--tokens", type=positive, help="of a rank; default: 128 1024", nargs="+")
     parser.add_argument(
         "--precision",
         choices=list(TOLERANCE),
         help="default all: fp32; bf16, reduced in fp32; or bf16/bf16, reduced in bf16",
-        **several,
+        nargs="+",
     )
     parser.add_argument(
         "--against",
@@ -213,6 +220,12 @@ def parse(
     parser.add_argument("--backend", choices=("gloo", "nccl", "fake"), default="gloo")
     parser.add_argument("--skip-host", action="store_true", help="leave the 48 tiny units out")
     parser.add_argument("--check-only", action="store_true", help="compare losses, time nothing")
+    return parser
+
+
+def parse(argv: Sequence[str] | None, program: str | None) -> Asked:
+    """Read and check the command line; ends the process with status 2 on bad input."""
+    parser = make_step_parser(program)
     arguments = parser.parse_args(argv)
     check(parser, arguments)
     if arguments.backend == "nccl":
@@ -222,6 +235,10 @@ def parse(
                 f"--backend nccl --ranks {arguments.ranks}: NCCL needs --device cuda and a GPU a "
                 f"rank, here are {torch.cuda.device_count()}; use gloo or fake"
             )
+    if arguments.check_only and arguments.plot:
+        parser.error("--plot with --check-only: nothing is timed, so there is nothing to draw")
+    if arguments.check_only and arguments.backend == "fake":
+        parser.error("--check-only --backend fake: its losses mean nothing; use gloo or nccl")
     quick = arguments.quick
     defaults = {
         "model": ["small"] if quick else ["25m", "100m"],
@@ -235,16 +252,16 @@ def parse(
         option = "--zshard"
         variants = variants_of(arguments.zshard)
         option = "--against"
-        names, not_run = choose(arguments.against)
+        peers, not_run = choose(arguments.against)
     except ValueError as error:
         parser.error(f"{option} {error}")
     reasons = {
         reason
-        for name in names
+        for name in peers
         for setting in settings_of(arguments)
         if (reason := PEERS[name].unfit(setting, arguments.backend, arguments.ranks))
     }
-    return arguments, variants, names, [*not_run, *sorted(reasons)]
+    return Asked(arguments, variants, peers, [*not_run, *sorted(reasons)])
 
 
 def draw(results: list[Result], title: str, path: Path) -> None:
@@ -256,15 +273,16 @@ def draw(results: list[Result], title: str, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Measure, print the tables, write the files; ends the process with status 2 on bad input."""
-    arguments, variants, names, not_run = parse(argv, program)
+    arguments, variants, peers, not_run = parse(argv, program)
     effort, device = _LOOK if arguments.quick else Effort(), torch.device(arguments.device)
     torch.set_num_threads(1)
     facts = {**describe(device), "ranks": arguments.ranks, "backend": arguments.backend}
+    facts |= {p: version(p) for name in peers if (p := PEERS[name].package)}
     title = f"{headline(facts)}, {arguments.ranks} {arguments.backend} rank(s)"
     print(title)
     found = run_ranks(
         rank_main,
-        (settings_of(arguments), variants, names, effort, arguments.check_only),
+        (settings_of(arguments), variants, peers, effort, arguments.check_only),
         ranks=arguments.ranks,
         backend=arguments.backend,
         device=device,

@@ -61,7 +61,11 @@ def _stack(axes: Axes, result: Result) -> None:
     names = [name for name in result.seconds if name not in _BASES]
     exposed = result.extra.get("exposed_s", {})
     assert isinstance(exposed, dict)
-    parts = {base: [], "exposed communication (zshard)": [], "the rest beyond": []}
+    parts: dict[str, list[float]] = {
+        base: [],
+        "exposed communication (zshard)": [],
+        "the rest beyond": [],
+    }
     for name in names:
         total = _median(result, name) * 1e3
         computed = min(_median(result, base) * 1e3, total)

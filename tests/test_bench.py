@@ -58,6 +58,8 @@ def command(
         ("step --zshard prefetch=-1", "'prefetch=-1' is none of"),
         ("step --zshard zero3+reduce=fp8", "'reduce=fp8' is none of"),
         ("step --zshard zero2,zero2", "has one variant twice"),
+        ("step --check-only --plot a.png", "--plot with --check-only: nothing is timed"),
+        ("step --check-only --backend fake", "its losses mean nothing; use gloo or nccl"),
         ("step --backend nccl --ranks 99", "--ranks 99: NCCL needs --device cuda and a GPU a rank"),
     ],
 )
