@@ -1,4 +1,4 @@
-"""zshard's kernels beside torch's, on CPU or CUDA: python benchmarks/bench_ops.py [--quick].
+"""zshard's kernels beside torch's, on CPU or CUDA: zshard bench ops [--quick].
 
 Ratios are the peer's time over zshard's, measured in one run; see protocol.py. "of copy" is the
 rate at which zshard moves the fewest possible bytes, over the rate of a plain copy beside it.
@@ -6,15 +6,18 @@ rate at which zshard moves the fewest possible bytes, over the rate of a plain c
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
-from environment import describe, headline, write_json
+from command import LOOK, check, make_parser, positive, write
+from environment import describe, headline
 from op_cases import Case, cast_case, copy_side, pack_case, reduce_case
 from optim_cases import adamw_case, phase_case
-from protocol import Effort, NotCapturable, Result, Side, measure, table
+from protocol import Effort, NotCapturable, Result, Side, aligned, measure, table
 from stream import compile_stream
 from tqdm import tqdm
 from workloads import QUICK, WORKLOADS
@@ -82,35 +85,40 @@ def ceiling(device: torch.device, effort: Effort) -> Result:
 
 def shares(results: list[Result]) -> str:
     """GB/s of the fewest bytes, and the share of the copy and of the bare pattern beside it."""
-    lines = [f"{'case':34} {'GB/s':>8} {'of copy':>8} {'95 %':>13} {'of 4r3w':>8}"]
+    rows = []
     for result in results:
         rate = result.nbytes[result.first] / min(result.seconds[result.first]) / 1e9
-        line = f"{result.case:34} {rate:8.1f}"
-        if share := result.share("copy"):
-            line += f" {share.median:8.2f} {share.low:6.2f}-{share.high:<6.2f}"
-        if share := result.share("4 reads, 3 writes"):
-            line += f" {share.median:8.2f}"
-        lines.append(line)
-    return "\n".join(lines)
+        copied, pattern = result.share("copy"), result.share("4 reads, 3 writes")
+        cells = [f"{copied.median:.2f}", copied.interval] if copied else ["", ""]
+        rows.append(
+            [result.case, f"{rate:.1f}", *cells, f"{pattern.median:.2f}" if pattern else ""]
+        )
+    return aligned(["case", "GB/s", "of copy", "95 %", "of 4r3w"], rows, texts=1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch and zshard, on CPU")
+def draw(results: list[Result], facts: dict[str, object], path: Path) -> None:
+    """The roofline bars; matplotlib is needed for nothing else."""
+    from plots import plot_ops
+
+    plot_ops(results, path, headline(facts))
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Measure, print the tables, write the files; ends the process with status 2 on bad input."""
+    parser = make_parser(__doc__.splitlines()[0], program)
+    parser.add_argument("--threads", type=positive, default=1, help="of torch and zshard, on CPU")
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes: a look only")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    check(parser, arguments)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     device, effort = torch.device(arguments.device), Effort.of(arguments.quick)
-    facts = describe(device)
-    print(headline(facts))
-    results, refused = [ceiling(device, effort)], list[str]()
     chosen = [case for case in cases(device, arguments.quick) if arguments.only in case.name]
     if not chosen:
         parser.error(f"--only {arguments.only!r}: no case has a name that holds it")
+    facts = describe(device)
+    print(headline(facts))
+    results, refused = [ceiling(device, effort)], list[str]()
     modes = (False, True) if device.type == "cuda" else (False,)
     progress = tqdm(chosen, unit="case", disable=None)
     for case in progress:
@@ -120,18 +128,18 @@ def main() -> None:
                 results.append(run(case, device, effort, replay))
             except NotCapturable as error:
                 refused.append(f"{case.name}: not replayed: {error}")
-    print(table(results, unit=1e-3))
-    print(shares(results), *refused, sep="\n")
+    print(table(results, unit=1e-3), shares(results), *refused, sep="\n\n")
     print(f"{effort.rounds} rounds after {effort.warmups} warm-ups. {_NOT_RUN}")
-    if arguments.json:
-        report = {
-            "benchmark": "ops",
-            "environment": facts,
-            "quick": arguments.quick,
-            "not_run": [_NOT_RUN, *refused],
-            "results": [result.as_json() for result in results],
-        }
-        write_json(arguments.json, report)
+    if arguments.quick:
+        print(LOOK)
+    report = {
+        "benchmark": "ops",
+        "environment": facts,
+        "quick": arguments.quick,
+        "not_run": [_NOT_RUN, *refused],
+        "results": [result.as_json() for result in results],
+    }
+    write(arguments, report, partial(draw, results, facts))
 
 
 if __name__ == "__main__":

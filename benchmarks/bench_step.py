@@ -1,4 +1,4 @@
-"""Whole training steps, zshard beside FSDP2, DDP and compute alone: bench_step.py [--quick].
+"""Whole training steps, zshard beside its peers and compute alone: zshard bench step [--quick].
 
 Starts its own ranks (2 gloo ranks with one thread each by default). All contestants train in the
 same processes, a step each a round, in random order; a step's time is that of its slowest rank.
@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from contestants import MAKERS, UNITS, Contestant, Setting
-from environment import describe, headline, write_json
-from protocol import NULL, Effort, Ratio, Result, median_ratio, table
+from command import LOOK, check, make_parser, positive, write
+from contestants import MAKERS, Contestant, Variant, make_zshard
+from environment import describe, headline
+from peers import PEERS, choose
+from protocol import NULL, Effort, Result, table
 from rank_group import run_ranks
+from setting import TOLERANCE, Setting
+from step_report import as_json, summary
 from tqdm import tqdm
 
+from zshard.gpt import SIZES
+
 _CHECKED_STEPS = 3
-_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "bf16/bf16": 2e-2}  # relative, of the losses
-_HOST_REPEATS = 5  # steps in one timed region of the host's overhead
-_NOT_RUN = "FSDP1, ZeroRedundancyOptimizer and DeepSpeed are not run."
+_HOST_REPEATS = 5  # steps in one timed region of the host's overhead; 1 in a look
+_LOOK = Effort(1, 5)  # --quick: a step takes long beside an op
 
 
-def check(contestants: Sequence[Contestant], setting: Setting) -> dict[str, list[float]]:
+def check_losses(contestants: Sequence[Contestant], setting: Setting) -> dict[str, list[float]]:
     """Train a few steps; fail where a contestant's losses are not those of the first.
 
     What computes alone does not train, so only its first loss counts.
@@ -38,10 +48,12 @@ def check(contestants: Sequence[Contestant], setting: Setting) -> dict[str, list
         c.name: [float(c.step(*batches[i % len(batches)])) for i in range(_CHECKED_STEPS)]
         for c in contestants
     }
-    tolerance = _TOLERANCE[setting.precision]
     wanted = losses[contestants[0].name]
     for contestant in contestants:
         counted = 1 if contestant.optimizer is None else _CHECKED_STEPS
+        tolerance = max(
+            TOLERANCE[setting.precision], contestant.tolerance, contestants[0].tolerance
+        )
         pairs = zip(losses[contestant.name][:counted], wanted, strict=False)
         for step, (loss, want) in enumerate(pairs):
             if not abs(loss - want) <= tolerance * abs(want):
@@ -54,14 +66,24 @@ def check(contestants: Sequence[Contestant], setting: Setting) -> dict[str, list
 
 
 def measure_steps(
-    case: str, contestants: Sequence[Contestant], setting: Setting, effort: Effort, repeats: int
+    case: str,
+    contestants: Sequence[Contestant],
+    setting: Setting,
+    effort: Effort,
+    repeats: int,
+    ended: Callable[[], object] = lambda: None,
 ) -> Result:
-    """Time every contestant once a round, the first one twice, in one random order on all ranks."""
+    """Time every contestant once a round, the first one twice, in one random order on all ranks.
+
+    Args:
+        repeats: steps in one timed region.
+        ended: called after every round.
+    """
     batches = setting.batches(dist.get_rank())
     order = [*((c.name, c) for c in contestants), (NULL, contestants[0])]
     seconds: dict[str, list[float]] = {name: [] for name, _ in order}
-    exposed: list[float] = []
-    first, shuffler, step = contestants[0].name, random.Random(0), 0
+    exposed: dict[str, list[float]] = {name: [] for name, _ in order}
+    shuffler, step = random.Random(0), 0
     for number in range(effort.warmups + effort.rounds):
         shuffler.shuffle(order)
         for name, contestant in order:
@@ -75,8 +97,8 @@ def measure_steps(
             taken = time.perf_counter() - start
             if number >= effort.warmups:
                 seconds[name].append(taken / repeats)
-                if name == first:
-                    exposed.append((contestant.exposed_seconds() - waited) / repeats)
+                exposed[name].append((contestant.exposed_seconds() - waited) / repeats)
+        ended()
     slowest = torch.tensor([seconds[name] for name in seconds], dtype=torch.float64)
     slowest = slowest.to(setting.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -84,7 +106,8 @@ def measure_steps(
     again = seconds.pop(NULL)
     result = Result(case, seconds, again, dict.fromkeys(seconds, 0))
     if setting.device.type == "cpu":  # on CUDA the host does not wait for collectives
-        result.extra["exposed_s"] = float(torch.tensor(exposed).median())
+        medians = {name: float(torch.tensor(exposed[name]).median()) for name in seconds}
+        result.extra["exposed_s"] = {n: s for n, s in medians.items() if not math.isnan(s)}
     return result
 
 
@@ -101,65 +124,40 @@ def _synchronize(device: torch.device) -> None:
 
 
 def rank_main(
-    settings: list[Setting], names: list[str], effort: Effort, check_only: bool
+    settings: list[Setting],
+    variants: list[Variant],
+    against: list[str],
+    effort: Effort,
+    check_only: bool,
 ) -> dict[str, object]:
     """Body of a rank: every setting in turn."""
     results: list[Result] = []
     checked: dict[str, dict[str, list[float]]] = {}
-    fake = dist.get_backend() == "fake"
-    size = dist.get_world_size()
-    progress = tqdm(settings, unit="case", disable=None if dist.get_rank() == 0 else True)
-    for setting in progress:
+    backend, size = dist.get_backend(), dist.get_world_size()
+    progress = tqdm(
+        total=len(settings) * (0 if check_only else effort.warmups + effort.rounds) or None,
+        unit="round",
+        disable=None if dist.get_rank() == 0 else True,
+    )
+    for setting in settings:
         host = setting.model == "units"
         case = f"{setting.model} {setting.tokens} tokens {setting.precision} N={size}"
         progress.set_postfix_str(case)
-        wanted = ["zshard", "fsdp2", "plain"] if host else names
-        wanted = [n for n in wanted if n != "ddp" or (setting.compute is None and not fake)]
-        contestants = [MAKERS[name](setting) for name in wanted]
-        if not fake:  # its collectives leave the results undefined
+        fit = [name for name in against if PEERS[name].unfit(setting, backend, size) is None]
+        contestants = [make_zshard(setting, variant) for variant in variants]
+        contestants += [MAKERS[name](setting) for name in (*fit, "plain" if host else "compute")]
+        if backend != "fake":  # its collectives leave the results undefined
             trained = [c for c in contestants if c.name != "plain" or size == 1]
-            checked[case] = check(trained, setting)
+            checked[case] = check_losses(trained, setting)
         if not check_only:
-            repeats = _HOST_REPEATS if host else 1
-            results.append(measure_steps(case, contestants, setting, effort, repeats))
+            repeats = _HOST_REPEATS if host and effort != _LOOK else 1
+            results.append(
+                measure_steps(case, contestants, setting, effort, repeats, progress.update)
+            )
         del contestants
         gc.collect()
+    progress.close()
     return {"results": [asdict(result) for result in results], "losses": checked}
-
-
-def overheads(result: Result) -> tuple[dict[str, float], Ratio]:
-    """Microseconds per unit and step beyond the plain model's; FSDP2's over zshard's."""
-    plain = result.seconds["plain"]
-    beyond = {
-        name: [(s - p) / UNITS for s, p in zip(seconds, plain, strict=True)]
-        for name, seconds in result.seconds.items()
-        if name != "plain"
-    }
-    medians = {name: float(torch.tensor(v).median()) * 1e6 for name, v in beyond.items()}
-    return medians, median_ratio(beyond["FSDP2"], beyond[result.first])
-
-
-def summary(results: Sequence[Result]) -> str:
-    """Overhead over compute of every contestant, exposed communication, and the host's overhead."""
-    lines = []
-    for result in results:
-        if "compute" in result.seconds:
-            parts = [
-                f"{name} {median_ratio(seconds, result.seconds['compute']).median - 1:+.0%}"
-                for name, seconds in result.seconds.items()
-                if name != "compute"
-            ]
-            lines.append(f"{result.case}: over compute: {', '.join(parts)}")
-        if "plain" in result.seconds:
-            medians, ratio = overheads(result)
-            parts = [f"{name} {value:.1f} us" for name, value in medians.items()]
-            lines.append(
-                f"{result.case}: host, per unit and step: {', '.join(parts)}; ratio "
-                f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
-            )
-        if "exposed_s" in result.extra:
-            lines.append(f"{result.case}: zshard waits {result.extra['exposed_s'] * 1e3:.2f} ms")
-    return "\n".join(lines)
 
 
 def settings_of(arguments: argparse.Namespace) -> list[Setting]:
@@ -174,73 +172,138 @@ def settings_of(arguments: argparse.Namespace) -> list[Setting]:
     return found if arguments.skip_host else [*found, Setting("units", 4, "fp32", device)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    several = {"nargs": "*"}
-    parser.add_argument("--model", help="default 25m 100m", **several)
-    parser.add_argument("--tokens", type=int, help="of a rank; default 128 1024", **several)
+def variants_of(text: str) -> list[Variant]:
+    """Read ``--zshard``.
+
+    Raises:
+        ValueError: for a variant that is none, or one given twice.
+    """
+    variants = [Variant.parse(part) for part in text.split(",")]
+    if len(set(variants)) < len(variants):
+        raise ValueError(f"{text!r} has one variant twice")
+    return variants
+
+
+class Asked(NamedTuple):
+    """What the command line asks for."""
+
+    arguments: argparse.Namespace
+    variants: list[Variant]
+    peers: list[str]  # keys of PEERS
+    not_run: list[str]  # sentences about the others
+
+
+def make_step_parser(program: str | None) -> argparse.ArgumentParser:
+    """The options; those that --quick changes have no default yet."""
+    parser = make_parser(__doc__.splitlines()[0], program)
+    parser.add_argument("--model", choices=SIZES, help="default: 25m 100m", nargs="+")
+    parser.add_argument("--tokens", type=positive, help="of a rank; default: 128 1024", nargs="+")
     parser.add_argument(
         "--precision",
-        choices=list(_TOLERANCE),
+        choices=list(TOLERANCE),
         help="default all: fp32; bf16, reduced in fp32; or bf16/bf16, reduced in bf16",
-        **several,
+        nargs="+",
     )
-    parser.add_argument("--against", choices=["fsdp2", "ddp"], default=["fsdp2", "ddp"], **several)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--against",
+        metavar="PEER,...",
+        help=f"of {', '.join(PEERS)}; or none; default: all that are installed",
+    )
+    parser.add_argument(
+        "--zshard",
+        metavar="VARIANT,...",
+        default="zero3",
+        help="how zshard runs, the first compared with all others: zero3, zero2, zero1, ddp, "
+        "prefetch=0, reduce=bf16, joined by + in one variant; default: zero3",
+    )
+    parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--backend", choices=("gloo", "nccl", "fake"), default="gloo")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--skip-host", action="store_true", help="leave the 48 tiny units out")
     parser.add_argument("--check-only", action="store_true", help="compare losses, time nothing")
-    parser.add_argument("--quick", action="store_true", help="small defaults, fewer rounds")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
-    arguments = parser.parse_args()
+    return parser
+
+
+def parse(argv: Sequence[str] | None, program: str | None) -> Asked:
+    """Read and check the command line; ends the process with status 2 on bad input."""
+    parser = make_step_parser(program)
+    arguments = parser.parse_args(argv)
+    check(parser, arguments)
+    if arguments.backend == "nccl":
+        gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
+        if arguments.ranks > gpus:
+            parser.error(
+                f"--backend nccl --ranks {arguments.ranks}: NCCL needs --device cuda and a GPU a "
+                f"rank, here are {torch.cuda.device_count()}; use gloo or fake"
+            )
+    if arguments.check_only and arguments.plot:
+        parser.error("--plot with --check-only: nothing is timed, so there is nothing to draw")
+    if arguments.check_only and arguments.backend == "fake":
+        parser.error("--check-only --backend fake: its losses mean nothing; use gloo or nccl")
     quick = arguments.quick
     defaults = {
-        "model": ["25m"] if quick else ["25m", "100m"],
+        "model": ["small"] if quick else ["25m", "100m"],
         "tokens": [128] if quick else [128, 1024],
-        "precision": ["fp32", "bf16/bf16"] if quick else list(_TOLERANCE),
+        "precision": ["fp32"] if quick else list(TOLERANCE),
     }
     for name, value in defaults.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-    effort = Effort.of(arguments.quick)
-    device = torch.device(arguments.device)
+    try:
+        option = "--zshard"
+        variants = variants_of(arguments.zshard)
+        option = "--against"
+        peers, not_run = choose(arguments.against)
+    except ValueError as error:
+        parser.error(f"{option} {error}")
+    reasons = {
+        reason
+        for name in peers
+        for setting in settings_of(arguments)
+        if (reason := PEERS[name].unfit(setting, arguments.backend, arguments.ranks))
+    }
+    return Asked(arguments, variants, peers, [*not_run, *sorted(reasons)])
+
+
+def draw(results: list[Result], title: str, path: Path) -> None:
+    """The stacked bars; matplotlib is needed for nothing else."""
+    from plots import plot_steps
+
+    plot_steps(results, path, title)
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Measure, print the tables, write the files; ends the process with status 2 on bad input."""
+    arguments, variants, peers, not_run = parse(argv, program)
+    effort, device = _LOOK if arguments.quick else Effort(), torch.device(arguments.device)
     torch.set_num_threads(1)
     facts = {**describe(device), "ranks": arguments.ranks, "backend": arguments.backend}
-    print(f"{headline(facts)}, {arguments.ranks} {arguments.backend} rank(s)")
-    names = ["zshard", *arguments.against, "compute"]
-    report = run_ranks(
+    facts |= {p: version(p) for name in peers if (p := PEERS[name].package)}
+    title = f"{headline(facts)}, {arguments.ranks} {arguments.backend} rank(s)"
+    print(title)
+    found = run_ranks(
         rank_main,
-        (settings_of(arguments), names, effort, arguments.check_only),
+        (settings_of(arguments), variants, peers, effort, arguments.check_only),
         ranks=arguments.ranks,
         backend=arguments.backend,
         device=device,
     )
-    results = [Result(**fields) for fields in report["results"]]  # type: ignore[attr-defined]
-    if arguments.check_only:
-        print("losses agree:", *report["losses"], sep="\n  ")  # type: ignore[misc]
-    else:
-        print(table(results))
-        print(summary(results))
-        print(f"{effort.rounds} rounds after {effort.warmups} warm-ups. {_NOT_RUN}")
-    if arguments.json:
-        figures = [result.as_json() for result in results]
-        for figure, result in zip(figures, results, strict=True):
-            if "plain" in result.seconds:
-                medians, ratio = overheads(result)
-                figure["host_us_per_unit"] = medians
-                figure["host_ratio"] = ratio._asdict()
-        write_json(
-            arguments.json,
-            {
-                "benchmark": "step",
-                "environment": facts,
-                "quick": arguments.quick,
-                "not_run": _NOT_RUN,
-                "losses": report["losses"],
-                "results": figures,
-            },
-        )
+    losses = cast("dict[str, dict[str, list[float]]]", found["losses"])
+    results = [Result(**fields) for fields in cast("list[dict[str, object]]", found["results"])]  # type: ignore[arg-type]
+    for case, by_name in losses.items():
+        print(f"losses agree, {case}: {', '.join(by_name)}")
+    if not arguments.check_only:
+        print(table(results), summary(results), sep="\n\n")
+        print(f"{effort.rounds} rounds after {effort.warmups} warm-ups.")
+    print(*not_run, *([LOOK] if arguments.quick else []), sep="\n")
+    report = {
+        "benchmark": "step",
+        "environment": facts,
+        "quick": arguments.quick,
+        "not_run": not_run,
+        "losses": losses,
+        "results": [as_json(result) for result in results],
+    }
+    write(arguments, report, partial(draw, results, title))
 
 
 if __name__ == "__main__":

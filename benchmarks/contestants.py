@@ -1,4 +1,4 @@
-"""Training steps to compare: zshard, FSDP2 and DDP with their best settings, and compute alone.
+"""Training steps to compare: zshard, its peers with their best settings, and compute alone.
 
 All train the same GPT from the same seed, with the same units, precision policy, clipping and
 learning rate. "compute" is the forward and backward of the whole model on one rank, without
@@ -7,96 +7,44 @@ gradients' communication, clipping or optimizer: what no way of sharding can sav
 
 from __future__ import annotations
 
+import logging
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from setting import TOLERANCE, UNITS, Setting, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zshard
-from zshard.gpt import GPT, SIZES, VOCABULARY, GPTConfig
 
-UNITS = 48  # of the model that measures the host's overhead
-_TINY_WIDTH = 16
+__all__ = ["MAKERS", "UNITS", "Contestant", "Setting", "Variant", "make_zshard"]
+
 _LR, _MAX_NORM = 1e-3, 1.0
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is trained, and how.
-
-    Args:
-        model: a size of zshard.gpt, or "units": 48 tiny ones.
-        tokens: of one sequence, the batch of a rank and step.
-        precision: "fp32"; "bf16", which reduces in fp32; or "bf16/bf16", which reduces in bf16.
-    """
-
-    model: str
-    tokens: int
-    precision: str
-    device: torch.device
-
-    @property
-    def compute(self) -> torch.dtype | None:
-        """The compute dtype; None where it is the parameters' own."""
-        return None if self.precision == "fp32" else torch.bfloat16
-
-    @property
-    def reduce(self) -> torch.dtype | None:
-        """The dtype of gradients on the wire; None where it is the parameters' own."""
-        return torch.bfloat16 if self.precision == "bf16/bf16" else None
-
-    def build(self) -> nn.Module:
-        """The plain model, with the same values every time."""
-        torch.manual_seed(0)
-        if self.model == "units":
-            return _Units().to(self.device)
-        layers, width, heads = SIZES[self.model]
-        return GPT(GPTConfig(layers, width, heads, context=self.tokens)).to(self.device)
-
-    def batches(self, rank: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets of ``count`` steps, of this rank's own."""
-        generator = torch.Generator().manual_seed(rank + 1)
-        if self.model == "units":
-            x = torch.randn(count, 2, self.tokens, _TINY_WIDTH, generator=generator)
-        else:
-            x = torch.randint(VOCABULARY, (count, 2, 1, self.tokens), generator=generator)
-        return [(pair[0], pair[1]) for pair in x.to(self.device)]
-
-
-class _Units(nn.Module):
-    """Units that compute next to nothing, so that what is left is the host's work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(_TINY_WIDTH, _TINY_WIDTH) for _ in range(UNITS))
-        self.head = nn.Linear(_TINY_WIDTH, _TINY_WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    out = model(x).float()
-    if y.is_floating_point():
-        return F.mse_loss(out, y)
-    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Contestant:
     """One way of training; ``step`` takes a batch and returns its loss before the update.
 
     Args:
-        clip: clips the gradients, given the model.
         optimizer: None to compute alone.
+        clip: clips the gradients, given the model.
+        backward: given the loss.
+        tolerance: relative, of its losses, besides the setting's.
     """
 
     def __init__(
@@ -105,12 +53,15 @@ class Contestant:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         clip: Callable[[nn.Module], object],
+        backward: Callable[[Tensor], object] = Tensor.backward,
+        tolerance: float = 0.0,
     ) -> None:
-        self.name, self.model, self.optimizer, self._clip = name, model, optimizer, clip
+        self.name, self.model, self.optimizer, self.tolerance = name, model, optimizer, tolerance
+        self._clip, self._backward = clip, backward
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = _loss(self.model, x, y)
-        loss.backward()
+        loss = loss_of(self.model, x, y)
+        self._backward(loss)
         if self.optimizer is None:
             self.model.zero_grad()
         else:
@@ -134,17 +85,76 @@ def _fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
 
 
-def make_zshard(setting: Setting) -> Contestant:
-    """zshard's zero3 over the default group, or one rank without a group."""
-    precision = zshard.Precision(setting.compute, setting.reduce)
+# --- zshard ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run zshard.
+
+    Args:
+        reduce: the dtype of gradients on the wire, "fp32" or "bf16"; None for the setting's.
+    """
+
+    strategy: str = "zero3"
+    prefetch: int = 1
+    reduce: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read, for instance, "zero3", "prefetch=0" or "zero2+prefetch=2+reduce=bf16".
+
+        Raises:
+            ValueError: with what is wrong and what can be asked for.
+        """
+        given: dict[str, object] = {}
+        for part in text.split("+"):
+            key, equals, value = part.rpartition("=")
+            if not equals and value in ("zero3", "zero2", "zero1", "ddp"):
+                given["strategy"] = value
+            elif key == "prefetch" and value.isdecimal():
+                given[key] = int(value)
+            elif key == "reduce" and value in _DTYPES:
+                given[key] = value
+            else:
+                raise ValueError(
+                    f"{text!r}: {part!r} is none of zero3, zero2, zero1, ddp, prefetch=NUMBER, "
+                    "reduce=fp32, reduce=bf16 (joined by + in one variant)"
+                )
+        return cls(**given)  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """What the tables call it."""
+        name = f"zshard {self.strategy}"
+        if self.prefetch != 1:
+            name += f" prefetch={self.prefetch}"
+        return name if self.reduce is None else f"{name} reduce={self.reduce}"
+
+
+def make_zshard(setting: Setting, variant: Variant | None = None) -> Contestant:
+    """zshard over the default group, or one rank without a group; zero3 by default."""
+    variant = variant or Variant()
+    reduce = setting.reduce if variant.reduce is None else _DTYPES[variant.reduce]
     fake = dist.is_initialized() and dist.get_backend() == "fake"
     model = zshard.wrap(
-        setting.build(), precision=precision, comm="group", init="trust" if fake else "check"
+        setting.build(),
+        strategy=variant.strategy,
+        precision=zshard.Precision(setting.compute, reduce),
+        comm="group",
+        prefetch=variant.prefetch,
+        init="trust" if fake else "check",
     )
-    optimizer = zshard.AdamW(model.parameters(), lr=_LR)
     return Contestant(
-        "zshard zero3", model, optimizer, lambda m: zshard.clip_grad_norm_(m, _MAX_NORM)
+        variant.name,
+        model,
+        zshard.AdamW(model.parameters(), lr=_LR),
+        lambda m: zshard.clip_grad_norm_(m, _MAX_NORM),
+        tolerance=TOLERANCE["bf16/bf16"] if reduce == torch.bfloat16 else 0.0,
     )
+
+
+# --- peers ----------------------------------------------------------------------------------------
 
 
 def make_fsdp2(setting: Setting) -> Contestant:
@@ -164,10 +174,73 @@ def make_fsdp2(setting: Setting) -> Contestant:
     return Contestant("FSDP2", model, _fused_adamw(model), _torch_clip)
 
 
+def make_fsdp1(setting: Setting) -> Contestant:
+    """FSDP1, full shard, its prefetch on in both directions (before backward's is the default)."""
+    plain = setting.build()
+    blocks = set(plain.blocks)
+    precision = MixedPrecision(
+        param_dtype=setting.compute,
+        reduce_dtype=setting.reduce or torch.float32,
+        buffer_dtype=setting.compute,
+    )
+    model = FullyShardedDataParallel(
+        plain,
+        auto_wrap_policy=CustomPolicy(lambda module: module in blocks),
+        mixed_precision=precision,
+        device_id=setting.device,
+        forward_prefetch=True,
+        use_orig_params=True,
+    )
+    return Contestant("FSDP1", model, _fused_adamw(model), lambda m: m.clip_grad_norm_(_MAX_NORM))
+
+
 def make_ddp(setting: Setting) -> Contestant:
     """DDP, its gradients views of the buckets. fp32 only: it has no precision policy."""
     model = DistributedDataParallel(setting.build(), gradient_as_bucket_view=True)
     return Contestant("DDP", model, _fused_adamw(model), _torch_clip)
+
+
+def make_zero1(setting: Setting) -> Contestant:
+    """DDP with torch's ZeroRedundancyOptimizer, which broadcasts its parameters in buckets."""
+    model = DistributedDataParallel(setting.build(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        lr=_LR,
+        fused=True,
+    )
+    return Contestant("DDP+ZeRO1", model, optimizer, _torch_clip)
+
+
+def make_deepspeed(setting: Setting) -> Contestant:
+    """DeepSpeed's ZeRO-3 around torch's fused AdamW; it clips by itself."""
+    os.environ.setdefault("DS_ACCELERATOR", setting.device.type)  # read by the import
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # which it insists on
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls collectives by names that torch has replaced: a warning each, on its time.
+    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
+    model = setting.build()
+    wire = "fp32" if setting.reduce is None else "bf16"
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": _MAX_NORM,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "communication_data_type": wire,
+    }
+    if setting.compute is not None:
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": wire}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=_fused_adamw(model), config=config, dist_init_required=False
+    )
+    return Contestant("DeepSpeed ZeRO-3", engine, engine, lambda m: None, engine.backward)
+
+
+# --- what they are counted from -------------------------------------------------------------------
 
 
 def make_compute(setting: Setting) -> Contestant:
@@ -188,7 +261,10 @@ def make_plain(setting: Setting) -> Contestant:
 MAKERS: dict[str, Callable[[Setting], Contestant]] = {
     "zshard": make_zshard,
     "fsdp2": make_fsdp2,
+    "fsdp1": make_fsdp1,
     "ddp": make_ddp,
+    "zero1": make_zero1,
+    "deepspeed": make_deepspeed,
     "compute": make_compute,
     "plain": make_plain,
 }

@@ -103,7 +103,7 @@ stage "ops" 200 "$python" benchmarks/bench_ops.py --device "$device" "${quick[@]
     --json "$results/$name-ops.json"
 stage "step, $nccl, N = 1" 120 "$python" benchmarks/bench_step.py --device "$device" "${quick[@]}" \
     --backend "$nccl" --ranks 1 --model "${models[@]}" --tokens $tokens --precision fp32 bf16/bf16 \
-    --json "$results/$name-step-n1.json"
+    --against fsdp2,ddp --json "$results/$name-step-n1.json"
 for ranks in 8 64; do
     stage "step, fake, N = $ranks" 90 "$python" benchmarks/bench_step.py --device "$device" \
         "${quick[@]}" --backend fake --ranks $ranks --model "${models[@]}" --tokens $tokens \

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from tabulate import tabulate
 
 NULL = "again"  # the name under which the first side runs a second time
 _CPU_REGION = 2e-3  # seconds of work in a timed region, so that the clock's own cost is nothing
@@ -68,6 +69,11 @@ class Ratio(NamedTuple):
         """How far the interval reaches from 1."""
         return max(abs(self.low - 1.0), abs(self.high - 1.0))
 
+    @property
+    def interval(self) -> str:
+        """The interval in a table's width."""
+        return f"{self.low:.2f}-{self.high:.2f}"
+
     def verdict(self, null: Ratio) -> str:
         """ "ahead" or "behind" where the interval excludes 1 by more than the null's spread."""
         if self.low > 1.0 + null.spread:
@@ -94,7 +100,7 @@ class Result:
     again: list[float]
     nbytes: dict[str, int]
     notes: list[str] = field(default_factory=list)
-    extra: dict[str, float] = field(default_factory=dict)  # figures of this case alone
+    extra: dict[str, object] = field(default_factory=dict)  # figures of this case alone
 
     @property
     def first(self) -> str:
@@ -240,21 +246,31 @@ def table(results: Iterable[Result], peers: Sequence[str] = (), unit: float = 1e
         unit: seconds a printed time counts in.
     """
     suffix = {1e-3: "ms", 1e-6: "us", 1.0: "s"}[unit]
-    lines = [
-        f"{'case':34} {'against':26} {'ours ' + suffix:>9} {'min':>8} {'theirs':>9} {'min':>8} "
-        f"{'ratio':>6} {'95 %':>13} {'null +-':>8}  verdict"
-    ]
+    columns = ["case", "against", f"ours {suffix}", "min", f"theirs {suffix}", "min"]
+    rows, notes = [], []
     for result in results:
         names = list(result.seconds)[1:]
         own = result.seconds[result.first]
         for name in sorted(names, key=lambda n: list(peers).index(n) if n in peers else len(peers)):
             theirs, ratio = result.seconds[name], result.ratio(name)
-            interval = f"{ratio.low:6.2f}-{ratio.high:<6.2f}"
-            lines.append(
-                f"{result.case:34} {name:26} {statistics.median(own) / unit:9.3f} "
-                f"{min(own) / unit:8.3f} {statistics.median(theirs) / unit:9.3f} "
-                f"{min(theirs) / unit:8.3f} {ratio.median:6.2f} {interval} "
-                f"{result.null.spread:8.3f}  {ratio.verdict(result.null)}"
+            times = (statistics.median(own), min(own), statistics.median(theirs), min(theirs))
+            rows.append(
+                [
+                    result.case,
+                    name,
+                    *(f"{time / unit:.3f}" for time in times),
+                    f"{ratio.median:.2f}",
+                    ratio.interval,
+                    f"{result.null.spread:.3f}",
+                    ratio.verdict(result.null),
+                ]
             )
-        lines += [f"{'':34} note: {note}" for note in result.notes]
-    return "\n".join(lines)
+        notes += [f"{result.case}: {note}" for note in result.notes]
+    columns += ["ratio", "95 %", "null +-", "verdict"]
+    return "\n".join([aligned(columns, rows), *notes])
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 2) -> str:
+    """A plain table: the first ``texts`` columns and the last to the left, figures to the right."""
+    sides = ["left" if i < texts or i == len(columns) - 1 else "right" for i in range(len(columns))]
+    return tabulate(rows, columns, disable_numparse=True, colalign=sides if rows else None)

@@ -1,4 +1,4 @@
-"""The command line: ``zshard train`` and ``zshard info``."""
+"""The command line: ``zshard train``, ``zshard bench`` and ``zshard info``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from . import _C
+from . import _C, bench
 from .data import check_size, find_files
 from .errors import CommError, Error, InputError
 from .gpt import SIZES
@@ -28,11 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 failed, 2 bad input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = vars(_parser().parse_args(arguments))
-    if given.pop("command") == "info":
+    command = given.pop("command")
+    if command == "info":
         print(_info())
         return 0
+    if command == "bench":
+        return _report(lambda: bench.run(given["benchmark"], given["arguments"]), "zshard")
     place = Place.from_environment()
-    status = _run_train(given, arguments, place)
+    name = "zshard" if place is None else f"zshard: rank {place.rank}"
+    status = _report(lambda: _train(given, arguments, place), name)
     if place is not None:
         # gloo's threads may still drop the tensors of the last collective, for which they need the
         # interpreter: a thread that finds it shutting down aborts the process. So it stays up.
@@ -42,11 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run_train(given: dict[str, object], arguments: Sequence[str], place: Place | None) -> int:
-    """Trains, reports an error in one line, and returns the exit status."""
-    name = "zshard" if place is None else f"zshard: rank {place.rank}"
+def _report(command: Callable[[], None], name: str) -> int:
+    """Runs a command, reports an error in one line, and returns the exit status."""
     try:
-        _train(given, arguments, place)
+        command()
     except KeyboardInterrupt:
         return _interrupted(128 + signal.SIGINT)
     except InterruptedJob as interruption:
@@ -92,6 +95,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, how zshard was built, devices and backends")
+    measured = commands.add_parser(
+        "bench",
+        help="measure zshard beside torch and other libraries",
+        description="Measures zshard beside torch and other libraries, all in one run.",
+        epilog="zshard bench ops --help and zshard bench step --help list their options.",
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    measured.add_argument(
+        "benchmark",
+        choices=bench.BENCHMARKS,
+        help="\n".join(f"{name}: {text}" for name, text in bench.BENCHMARKS.items()),
+    )
+    measured.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the benchmark's own options"
+    )
     _add_train(
         commands.add_parser(
             "train",

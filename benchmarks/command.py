@@ -1,0 +1,62 @@
+"""What the benchmarks' command lines have in common: options, their checks, and the outputs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from environment import write_json
+
+LOOK = "This is only a look (--quick): fewer cases and rounds than a claim needs."
+
+
+def make_parser(description: str, program: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark."""
+    # A usage of twenty options would hide the error below it.
+    parser = argparse.ArgumentParser(program, "%(prog)s [options]", description)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="under a minute: only a look")
+    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the figures into FILE.png")
+    return parser
+
+
+def positive(text: str) -> int:
+    """An argument's type: a whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: it has to be a whole number, 1 or more")
+    return int(text)
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse, before anything is measured, what would fail afterwards."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here; use --device cpu")
+    if arguments.plot:
+        if Path(arguments.plot).suffix != ".png":
+            parser.error(f"--plot {arguments.plot}: the file's name has to end with .png")
+        import matplotlib  # noqa: F401
+    for option in ("json", "plot"):
+        if path := getattr(arguments, option):
+            folder = Path(path).parent
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                parser.error(f"--{option} {path}: {folder} cannot be made: {error.strerror}")
+            if Path(path).is_dir() or not os.access(folder, os.W_OK):
+                parser.error(f"--{option} {path}: name a file in a folder that can be written to")
+
+
+def write(
+    arguments: argparse.Namespace, report: dict[str, object], draw: Callable[[Path], None]
+) -> None:
+    """Write the files that the command line asks for, and say so."""
+    if arguments.json:
+        write_json(arguments.json, report)
+        print(f"every figure: {arguments.json}")
+    if arguments.plot:
+        draw(Path(arguments.plot))
+        print(f"plot: {arguments.plot}")

@@ -1,0 +1,225 @@
+"""`zshard bench`: bad input is refused first, every figure is kept, the wheel has all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from zshard import bench, cli
+
+ROOT = Path(__file__).parent.parent
+DEADLINE = 240  # seconds for one run of the command, most of it the start of Python
+QUICK_ROUNDS = {"ops": 7, "step": 5}
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Calls the command line in this process; returns its exit status and what stderr got."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def call(*arguments: object) -> tuple[int, str]:
+        try:
+            status = cli.main(["bench", *map(str, arguments)])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return status, capsys.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "required: benchmark"),
+        ("memories", "invalid choice: 'memories'"),
+        ("ops --threads 0", "--threads: 0: it has to be a whole number, 1 or more"),
+        ("ops --only nothing", "--only 'nothing': no case has a name that holds it"),
+        ("ops --plot bars.pdf", "bars.pdf: the file's name has to end with .png"),
+        ("ops --json .", "--json .: name a file"),
+        ("ops --json README.md/x/a.json", "README.md/x cannot be made"),
+        ("step --ranks two", "--ranks: two: it has to be a whole number"),
+        ("step --tokens 8 -3", "--tokens: -3"),
+        ("step --model 26m", "--model: invalid choice: '26m'"),
+        ("step --precision fp64", "--precision: invalid choice: 'fp64'"),
+        ("step --against fsdp2,fsdp3", "--against 'fsdp3' is none of fsdp2, fsdp1, ddp, zero1"),
+        ("step --zshard zero3,zero4", "--zshard 'zero4': 'zero4' is none of zero3"),
+        ("step --zshard prefetch=-1", "'prefetch=-1' is none of"),
+        ("step --zshard zero3+reduce=fp8", "'reduce=fp8' is none of"),
+        ("step --zshard zero2,zero2", "has one variant twice"),
+        ("step --check-only --plot a.png", "--plot with --check-only: nothing is timed"),
+        ("step --check-only --backend fake", "its losses mean nothing; use gloo or nccl"),
+        ("step --backend nccl --ranks 99", "--ranks 99: NCCL needs --device cuda and a GPU a rank"),
+    ],
+)
+def test_what_cannot_be_used_ends_with_status_2_and_the_value(
+    command: Callable[..., tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    status, error = command(*arguments.split())
+    assert status == 2
+    assert message in error and error.count("\n") == 2, error  # a line of usage, a line of error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(command: Callable[..., tuple[int, str]]) -> None:
+    for benchmark in bench.BENCHMARKS:
+        status, error = command(benchmark, "--device", "cuda")
+        assert status == 2 and "torch finds no GPU here; use --device cpu" in error
+
+
+@pytest.mark.parametrize("package", ["tabulate", "tqdm", "matplotlib"])
+def test_a_missing_package_is_one_line_that_names_the_extra(
+    command: Callable[..., tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    package: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    for module in ("bench_ops", "protocol"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    status, error = command("ops", "--plot", tmp_path / "bars.png")
+    assert status == 1
+    assert error == (
+        f"zshard: error: bench ops needs {package}, which is not installed: "
+        "pip install 'zshard[bench]'\n"
+    )
+
+
+def test_a_peer_that_is_not_installed_or_does_not_import_is_refused_by_name(
+    command: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    status, error = command("step", "--against", "fsdp2,deepspeed")
+    assert status == 2 and "deepspeed is not installed. Leave it out, or install it." in error
+    monkeypatch.delitem(sys.modules, "deepspeed")
+    (tmp_path / "deepspeed.py").write_text("raise OSError('no accelerator')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, error = command("step", "--against", "deepspeed")
+    assert status == 2 and "import deepspeed raises OSError('no accelerator')" in error
+
+
+def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark with --quick; return its JSON and what it printed."""
+    report, plot = folder / "made" / "report.json", folder / "plot.png"
+    line = [*arguments, "--quick", "--json", str(report), "--plot", str(plot)]
+    done = subprocess.run(
+        [sys.executable, "-m", "zshard", "bench", *line],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n")
+    assert "only a look" in done.stdout
+    return json.loads(report.read_text()), done.stdout
+
+
+def check_figures(report: dict[str, Any], printed: str) -> None:
+    """Every round of every side is there, and so is what the table says of it."""
+    rounds = QUICK_ROUNDS[report["benchmark"]]
+    rows = [re.split(" {2,}", line) for line in printed.splitlines()]
+    assert report["quick"] and report["environment"]["torch"] == torch.__version__
+    for result in report["results"]:
+        assert {len(side["rounds_s"]) for side in result["sides"].values()} == {rounds}
+        assert len(result["again_rounds_s"]) == rounds
+        assert list(result["time_over_first"]) == list(result["sides"])[1:]
+        for name, ratio in result["time_over_first"].items():
+            assert ratio["low"] <= ratio["median"] <= ratio["high"]
+            row = next(line for line in rows if line[:2] == [result["case"], name])
+            assert f"{ratio['median']:.2f}" in row
+            assert f"{ratio['low']:.2f}-{ratio['high']:.2f}" in row
+
+
+def test_bench_ops_keeps_every_figure_and_the_share_of_the_copy(tmp_path: Path) -> None:
+    report, printed = run(tmp_path, "ops", "--only", "cast fp32>bf16 odd")
+    check_figures(report, printed)
+    ceiling, case = report["results"]
+    assert list(ceiling["sides"]) == ["copy"]
+    assert list(case["sides"]) == ["cast_", "Tensor.to", "Tensor.copy_", "copy"]
+    assert case["sides"]["cast_"]["bytes"] == case["sides"]["Tensor.to"]["bytes"] > 0
+    share = case["share_of_rate"]["copy"]
+    assert f"{share['median']:.2f}" in printed.split("of copy")[1]
+
+
+def test_bench_step_trains_every_peer_and_variant_alike_and_keeps_every_figure(
+    tmp_path: Path,
+) -> None:
+    report, printed = run(
+        tmp_path,
+        *("step", "--model", "tiny", "--tokens", "8", "--precision", "fp32", "bf16/bf16"),
+        *("--against", "fsdp2,fsdp1,ddp,zero1", "--zshard", "prefetch=0,zero2+reduce=fp32"),
+    )
+    check_figures(report, printed)
+    ours = ["zshard zero3 prefetch=0", "zshard zero2 reduce=fp32"]
+    cases = {result["case"]: result for result in report["results"]}
+    assert {case: list(result["sides"]) for case, result in cases.items()} == {
+        "tiny 8 tokens fp32 N=2": [*ours, "FSDP2", "FSDP1", "DDP", "DDP+ZeRO1", "compute"],
+        "tiny 8 tokens bf16/bf16 N=2": [*ours, "FSDP2", "FSDP1", "compute"],
+        "units 4 tokens fp32 N=2": [*ours, "FSDP2", "FSDP1", "plain"],
+    }
+    for case, result in cases.items():
+        trained = [name for name in result["sides"] if name != "plain"]
+        assert list(report["losses"][case]) == trained
+        assert list(result["exposed_s"]) == ours
+        counted = [name for name in trained if name != "compute"]
+        assert (
+            list(result["host_over_first" if "plain" in result["sides"] else "over_compute"])
+            == counted
+        )
+    assert report["not_run"] == [
+        "Not run, as not asked for: DeepSpeed ZeRO-3.",
+        "DDP is not run in bf16: it has no precision policy.",
+        "DDP is not run on the tiny units: it does not gather them.",
+        "ZeroRedundancyOptimizer is not run in bf16: it has no precision policy.",
+        "ZeroRedundancyOptimizer is not run on the tiny units: it does not gather them.",
+    ]
+
+
+def check_one_that_reduces_nothing(rank: int, world_size: int) -> str:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from bench_step import check_losses
+    from contestants import MAKERS, Setting
+
+    setting = Setting("tiny", 5, "fp32", torch.device("cpu"))
+    try:
+        check_losses([MAKERS[name](setting) for name in ("zshard", "fsdp2", "plain")], setting)
+    except AssertionError as error:
+        return str(error)
+    return "the losses agree"
+
+
+def test_a_contestant_that_trains_otherwise_is_found_before_anything_is_timed() -> None:
+    for rank, message in enumerate(run_ranks(check_one_that_reduces_nothing, 2)):
+        # The first losses are those of one model; the first update tells them apart.
+        assert message.startswith(f"rank {rank}, tiny fp32, step 1: the loss is ")
+        assert " with plain and " in message
+
+
+def test_the_wheel_has_every_benchmark_and_what_it_compiles(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        timeout=DEADLINE,
+    )
+    built = {path.name for path in (tmp_path / "zshard" / "benchmarks").iterdir()}
+    kept = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert built == kept | {"stream.cpp"}
+    for name in bench.BENCHMARKS:
+        assert f"bench_{name}.py" in built

@@ -1,0 +1,50 @@
+"""``zshard bench``: starts the benchmarks, which are scripts of their own in benchmarks/."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from .errors import Error
+
+BENCHMARKS = {
+    "ops": "kernels beside torch's",
+    "step": "whole training steps beside FSDP2, FSDP1, DDP, ZeroRedundancyOptimizer, DeepSpeed",
+}
+_OPTIONAL = ("matplotlib", "tabulate", "tqdm")
+
+
+class MissingPackage(Error, ImportError):
+    """A package that only the benchmarks need is not installed."""
+
+
+def run(
+    name: str,  # of BENCHMARKS
+    arguments: Sequence[str],  # those of the benchmark itself
+) -> None:
+    """Run one benchmark.
+
+    Raises:
+        MissingPackage: naming the package and how to install it.
+        SystemExit: with status 2, for arguments that cannot be used.
+    """
+    # The modules import each other by their bare names, as they do when started as scripts; the
+    # ranks that they start inherit the path.
+    sys.path.insert(0, str(_folder()))
+    try:
+        import_module(f"bench_{name}").main(arguments, f"zshard bench {name}")
+    except ModuleNotFoundError as error:
+        if error.name not in _OPTIONAL:
+            raise
+        raise MissingPackage(
+            f"bench {name} needs {error.name}, which is not installed: pip install 'zshard[bench]'"
+        ) from None
+
+
+def _folder() -> Path:
+    """Where the benchmarks are: zshard/benchmarks in a wheel, beside zshard/ in a checkout."""
+    package = Path(__file__).parent
+    installed = package / "benchmarks"
+    return installed if installed.is_dir() else package.parent / "benchmarks"
