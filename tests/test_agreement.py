@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
-from zshard import comm
+from zshard import groups
 from zshard.wrap import schedule_of
 
 kBlocks = 4
@@ -256,7 +256,7 @@ def test_after_an_exception_on_one_rank_all_are_told_and_go_on_as_if_it_had_not_
 
 def dies(rank: int, world_size: int, messages: bool) -> str:
     if messages:
-        comm._MESSAGE_BYTES = 1
+        groups._MESSAGE_BYTES = 1
     model = build()
     one_step(model, rank, 0)
     if rank == 1:

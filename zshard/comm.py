@@ -12,16 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import CommError, InputError, WrapError
-from .messages import Messenger, Work
+from .errors import CommError
+from .groups import Ranks, groups_of
+from .messages import Work
 from .streams import Lane, Mark, compute_waits
-
-# torch 2.13 renamed these, and warns at every call by the old name.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-# From this size of a row on, gloo's collectives are made of messages.
-_MESSAGE_BYTES = 1 << 18
 
 
 class Tag(NamedTuple):
@@ -96,49 +90,6 @@ class _NamedErrors(NamedTuple):
             ) from error
 
 
-class Ranks:
-    """The ranks that a collective runs over: the sharding group, or the replicas of one shard.
-
-    Attributes:
-        group: the process group; None for a single rank.
-        size: number of ranks; members: their global numbers.
-        rank: this rank's place among them.
-        nccl: whether NCCL carries the collectives of ``device``.
-        control: a group whose collectives run on the host.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group) if group is not None else 1
-        self.members = () if group is None else tuple(dist.get_process_group_ranks(group))
-        self.rank = dist.get_rank(group) if group is not None else 0
-        backend = "" if group is None else _backend_name(group, device)
-        self.nccl = backend == "nccl"
-        self._messenger: Messenger | None = None  # for large rows; see messages.py
-        if group is not None and backend == "gloo" and device.type == "cpu":
-            self._messenger = Messenger(group, self.rank, self.size)
-        # What ranks tell each other is for the host, which must not wait for the device.
-        self.control = group
-        if self.nccl and self.size > 1:
-            ranks = dist.get_process_group_ranks(group)
-            timeout = group._get_backend(device).options._timeout  # type: ignore[union-attr]
-            self.control = dist.new_group(
-                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
-            )
-
-    def chunks(self, dtype: torch.dtype) -> int:
-        """Rows that ``Comm.exchange`` delivers: one of sums, or one of every rank's.
-
-        NCCL sums fp32 and fp64 itself. Its 16-bit sums would round at every hop, and gloo's
-        reduce_scatter is a whole all-reduce: there every rank's row arrives, for us to sum in fp32.
-        """
-        return 1 if self.nccl and dtype.itemsize >= 4 else self.size
-
-    def messenger_for(self, row: torch.Tensor) -> Messenger | None:
-        """What moves rows as large as ``row``; None where the backend's own collectives do."""
-        return self._messenger if _bytes(row) >= _MESSAGE_BYTES else None
-
-
 class Comm:
     """The collectives of one wrapped model. With one rank it is never called.
 
@@ -193,6 +144,7 @@ class Comm:
         *,
         over: Ranks | None = None,
         lane: Lane | None = None,
+        lasting: bool = False,
     ) -> Handle:
         """Start gathering every rank's ``shard`` (S,) into ``full`` (N * S,), both uint8.
 
@@ -202,15 +154,12 @@ class Comm:
         Args:
             over: whose shards; None is the sharding group.
             lane: None is the gather lane.
+            lasting: see ``Ranks.start_gather``.
         """
         over, lane = over or self.shards, lane or self.gather_lane
         with lane.after_compute(), self.named_errors("all_gather", tag):
-            self._count("all_gather", _bytes(shard) * (over.size - 1), tag)
-            work: Work | None
-            if (messenger := over.messenger_for(shard)) is not None:
-                work = messenger.all_gather(full, shard)
-            else:
-                work = _all_gather(full, shard, over.group, async_op=not over.nccl)
+            self._count("all_gather", shard.nbytes * (over.size - 1), tag)
+            work = over.start_gather(full, shard, lasting=lasting)
             return Handle(self, work, lane.mark(), "all_gather", tag)
 
     def exchange(
@@ -227,17 +176,8 @@ class Comm:
         ``Ranks.chunks``. Runs on the reduce lane; both have to be long-lived.
         """
         with self.reduce_lane.after_compute(), self.named_errors("reduce_scatter", tag):
-            row = packed.view(over.size, -1)[0]
-            self._count("reduce_scatter", _bytes(row) * (over.size - 1), tag)
-            work: Work | None
-            if (messenger := over.messenger_for(row)) is not None:
-                work = messenger.all_to_all(chunks, packed)
-            elif over.chunks(dtype) == 1:
-                work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=over.group)
-            else:
-                work = dist.all_to_all_single(
-                    chunks, packed, group=over.group, async_op=not over.nccl
-                )
+            self._count("reduce_scatter", packed.nbytes // over.size * (over.size - 1), tag)
+            work = over.start_exchange(chunks, packed, dtype)
             return Handle(self, work, self.reduce_lane.mark(), "reduce_scatter", tag)
 
     def all_reduce(
@@ -245,7 +185,7 @@ class Comm:
     ) -> Handle:
         """Start summing (or taking the maximum of) ``value`` over ``over``, in place."""
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        volume = 2 * _bytes(value) * (over.size - 1) // over.size
+        volume = 2 * value.nbytes * (over.size - 1) // over.size
         with self.reduce_lane.after_compute(), self.named_errors("all_reduce", tag):
             self._count("all_reduce", volume, tag)
             work = dist.all_reduce(value, op, over.group, async_op=not over.nccl)
@@ -255,7 +195,7 @@ class Comm:
         """Replace ``value`` by that of the first of all ranks, in place."""
         for over in self.axes:
             with self.named_errors("broadcast", tag):
-                self._count("broadcast", _bytes(value) if over.rank == 0 else 0, tag)
+                self._count("broadcast", value.nbytes if over.rank == 0 else 0, tag)
                 dist.broadcast(value, group=over.group, group_src=0)
 
     def all_gather_words(self, words: Sequence[int], tag: Tag) -> list[list[int]]:
@@ -264,11 +204,9 @@ class Comm:
             return [list(words)]
         mine = torch.tensor(words, dtype=torch.int64)
         for over in self.axes:
-            everyone = torch.empty(over.size * mine.numel(), dtype=torch.int64)
             with self.named_errors("agree", tag):
                 self._count("agree", mine.nbytes * (over.size - 1), tag)
-                _all_gather(everyone, mine, over.control)
-            mine = everyone
+                mine = over.all_gather_words(mine)
         return mine.view(-1, len(words)).tolist()
 
     def all_gather_object(self, value: object, tag: Tag) -> list[object]:
@@ -292,46 +230,3 @@ class Comm:
         self.stats.sent_bytes[op] += sent
         if self.interpose is not None:
             self.interpose(op, tag)
-
-
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Of the group's backends, the one that handles ``device``."""
-    try:
-        return str(group._get_backend(device).name())
-    except RuntimeError as error:
-        raise WrapError(
-            f"the process group (backend {dist.get_backend(group)!r}) has no backend for {device}, "
-            "where the parameters are: pass device=..., or initialise the group for it"
-        ) from error
-
-
-def groups_of(
-    mesh: dist.ProcessGroup | DeviceMesh | None,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The groups of replicas and of shards that ``mesh`` stands for; None is a single rank.
-
-    Args:
-        mesh: None, the default process group if there is one; a ProcessGroup or a 1-D DeviceMesh,
-            the sharding group; a 2-D DeviceMesh, (replicate, shard).
-
-    Raises:
-        InputError: for a mesh of more than two dimensions, or of another type.
-    """
-    if mesh is None:
-        return None, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim == 1:
-            return None, mesh.get_group()
-        if mesh.ndim == 2:
-            return mesh.get_group(0), mesh.get_group(1)
-        raise InputError(
-            f"mesh has {mesh.ndim} dimensions; zshard.wrap takes a 1-D mesh to shard over, or a "
-            "2-D one, (replicate, shard)"
-        )
-    if isinstance(mesh, dist.ProcessGroup):
-        return None, mesh
-    raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup, or a 1-D or 2-D DeviceMesh")
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

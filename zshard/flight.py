@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .comm import Comm, Handle, Ranks, Tag
+from .comm import Comm, Handle, Tag
 from .errors import CommError
 from .flat import Flat
+from .groups import Ranks
 from .pool import Pool
 from .streams import Mark, compute_waits
 

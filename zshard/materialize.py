@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .comm import Comm, Tag, groups_of
+from .comm import Comm, Tag
 from .errors import InputError, WrapError
 from .flat import user_attributes
+from .groups import groups_of
 from .init_calls import Guard, RandomNumbers
 from .unitmap import Owned, UnitSpec, owned_parameters
 

@@ -27,13 +27,13 @@ class Work(Protocol):
         """Block until it is complete."""
 
 
-class Messages(NamedTuple):
-    """Messages under way that are one collective."""
+class Together(NamedTuple):
+    """Operations under way that are one collective."""
 
     works: list[Work]
 
     def wait(self) -> bool:
-        """Block until all of them have arrived, or have left."""
+        """Block until all of them are complete."""
         return all([work.wait() for work in self.works])
 
 
@@ -50,18 +50,18 @@ class Messenger:
         self._after = [(rank + distance) % size for distance in range(1, size)]
         self._tags = itertools.cycle(range(_FIRST_TAG, _LAST_TAG))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Messages:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Together:
         """Start gathering every rank's ``shard`` (S,) into ``full`` (N * S,), on the CPU."""
         return self._swap(full, shard, lambda rank: shard)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Messages:
-        """Start sending row r of ``sent`` (N * S,) to rank r; ``received`` (N * S,) is by sender."""
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Together:
+        """Start sending row r of ``sent`` (N * S,) to rank r; ``received`` is by sender."""
         rows = sent.view(len(self._after) + 1, -1)
         return self._swap(received, rows[self._rank], lambda rank: rows[rank])
 
     def _swap(
         self, into: torch.Tensor, own: torch.Tensor, row_for: Callable[[int], torch.Tensor]
-    ) -> Messages:
+    ) -> Together:
         tag = next(self._tags)
         rows = into.view(len(self._after) + 1, -1)
         # What is expected is said first: gloo sends at once to who has said so.
@@ -69,4 +69,4 @@ class Messenger:
         works += [self._group.send([row_for(r)], r, tag) for r in self._after]
         if rows[self._rank].data_ptr() != own.data_ptr():
             rows[self._rank].copy_(own)
-        return Messages(works)
+        return Together(works)

@@ -175,7 +175,11 @@ class Unit:
             flat.refresh_send()
             if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
                 assert flat.recv is not None
-                self._gathers.append(self._comm.all_gather(flat.recv, flat.sent, tag))
+                # Units that stay whole are gathered after a step, which may be the last one.
+                lasting = self.strategy.resident
+                self._gathers.append(
+                    self._comm.all_gather(flat.recv, flat.sent, tag, lasting=lasting)
+                )
 
     def join(self, tag: Tag) -> None:
         """Take part in a gather that only other ranks need."""

@@ -1,0 +1,150 @@
+"""The ranks that a collective runs over, and how their backend is best asked to move bytes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import InputError, WrapError
+from .messages import Messenger, Together, Work
+
+# torch 2.13 renamed these, and warns at every call by the old name.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+# From this size of a row on, gloo's collectives are made of messages. Smaller ones are left to its
+# pool of threads, which answer sooner than the ranks' own while these compute; and gathers to its
+# all-to-all, whose rows go straight to their ranks instead of around a ring.
+_MESSAGE_BYTES = 1 << 18
+
+
+class Ranks:
+    """The ranks that a collective runs over: the sharding group, or the replicas of one shard.
+
+    Attributes:
+        group: the process group; None for a single rank.
+        size: number of ranks; members: their global numbers.
+        rank: this rank's place among them.
+        nccl: whether NCCL carries the collectives of ``device``.
+        control: a group whose collectives run on the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.members = () if group is None else tuple(dist.get_process_group_ranks(group))
+        self.rank = dist.get_rank(group) if group is not None else 0
+        backend = "" if group is None else _backend_name(group, device)
+        self.nccl = backend == "nccl"
+        self._messenger: Messenger | None = None  # where gloo carries them
+        if group is not None and backend == "gloo" and device.type == "cpu":
+            self._messenger = Messenger(group, self.rank, self.size)
+        # What ranks tell each other is for the host, which must not wait for the device.
+        self.control = group
+        if self.nccl and self.size > 1:
+            ranks = dist.get_process_group_ranks(group)
+            timeout = group._get_backend(device).options._timeout  # type: ignore[union-attr]
+            self.control = dist.new_group(
+                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+            )
+
+    def chunks(self, dtype: torch.dtype) -> int:
+        """Rows that ``Comm.exchange`` delivers: one of sums, or one of every rank's.
+
+        NCCL sums fp32 and fp64 itself. Its 16-bit sums would round at every hop, and gloo's
+        reduce_scatter is a whole all-reduce: there every rank's row arrives, for us to sum in fp32.
+        """
+        return 1 if self.nccl and dtype.itemsize >= 4 else self.size
+
+    def start_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
+    ) -> Work | None:
+        """Start an all-gather of ``shard`` (S,) into ``full`` (N * S,).
+
+        Args:
+            lasting: it may be under way when the process ends. gloo completes its collectives
+                before a group goes, but not messages.
+        """
+        work: Work | None
+        if self._messenger is None:
+            work = _all_gather(full, shard, self.group, async_op=not self.nccl)
+        elif shard.nbytes < _MESSAGE_BYTES:
+            work = self._start_all_to_all(full, shard.repeat(self.size))
+        elif lasting:
+            parts = full.view(self.size, -1)
+            if parts[self.rank].data_ptr() != shard.data_ptr():
+                parts[self.rank].copy_(shard)
+            work = Together(
+                [
+                    dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
+                    for rank, part in enumerate(parts)
+                ]
+            )
+        else:
+            work = self._messenger.all_gather(full, shard)
+        return work
+
+    def start_exchange(
+        self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
+    ) -> Work | None:
+        """Start what ``Comm.exchange`` says."""
+        work: Work | None
+        if self.chunks(dtype) == 1:
+            work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=self.group)
+        elif self._messenger is not None and packed.nbytes >= _MESSAGE_BYTES * self.size:
+            work = self._messenger.all_to_all(chunks, packed)
+        else:
+            work = self._start_all_to_all(chunks, packed)
+        return work
+
+    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work | None:
+        work: Work | None = dist.all_to_all_single(
+            received, sent, group=self.group, async_op=not self.nccl
+        )
+        return work
+
+    def all_gather_words(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``mine`` (n,), one behind the other; the host waits."""
+        everyone = mine.new_empty(self.size * mine.numel())
+        dist.all_to_all_single(everyone, mine.repeat(self.size), group=self.control)
+        return everyone
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Of the group's backends, the one that handles ``device``."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError as error:
+        raise WrapError(
+            f"the process group (backend {dist.get_backend(group)!r}) has no backend for {device}, "
+            "where the parameters are: pass device=..., or initialise the group for it"
+        ) from error
+
+
+def groups_of(
+    mesh: dist.ProcessGroup | DeviceMesh | None,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The groups of replicas and of shards that ``mesh`` stands for; None is a single rank.
+
+    Args:
+        mesh: None, the default process group if there is one; a ProcessGroup or a 1-D DeviceMesh,
+            the sharding group; a 2-D DeviceMesh, (replicate, shard).
+
+    Raises:
+        InputError: for a mesh of more than two dimensions, or of another type.
+    """
+    if mesh is None:
+        return None, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim == 1:
+            return None, mesh.get_group()
+        if mesh.ndim == 2:
+            return mesh.get_group(0), mesh.get_group(1)
+        raise InputError(
+            f"mesh has {mesh.ndim} dimensions; zshard.wrap takes a 1-D mesh to shard over, or a "
+            "2-D one, (replicate, shard)"
+        )
+    if isinstance(mesh, dist.ProcessGroup):
+        return None, mesh
+    raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup, or a 1-D or 2-D DeviceMesh")
