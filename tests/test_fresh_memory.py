@@ -109,3 +109,26 @@ def test_a_step_allocates_nothing_large_that_the_plain_model_does_not(
 ) -> None:
     for found in run_ranks(beyond_plain, 2, strategy, precision):
         assert found == {1: "{}", 3: "{}"}
+
+
+def gradient_bytes(rank: int, world_size: int) -> tuple[list[int], int]:
+    """Bytes of gradients inside two steps with micro-batches, and after a step without."""
+    model = zshard.wrap(Large(), precision=zshard.Precision.bf16())
+    seen = []
+    for hold in (True, True, False):
+        for held in (True, False) if hold else (False,):
+            with zshard.no_sync(model) if held else contextlib.nullcontext():
+                model(torch.ones(3, 1531)).float().square().mean().backward()
+            if held:
+                seen.append(zshard.memory(model)["now"]["gradients"])
+        model.zero_grad()
+    return seen, zshard.memory(model)["now"]["gradients"]
+
+
+def test_room_for_micro_batches_is_given_back_after_a_step_without_them() -> None:
+    count = sum(p.numel() for p in Large().parameters())
+    for inside, after in run_ranks(gradient_bytes, 2):
+        assert after == pytest.approx(4 * count / 2, rel=0.01), "the reduced shard, in fp32"
+        first, second = inside
+        assert first == pytest.approx(4 * count, rel=0.01), "the sums; nothing is reduced yet"
+        assert second == pytest.approx(4 * count + after, rel=0.01), "the same ones once more"
