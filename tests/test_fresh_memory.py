@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+import statistics
 from collections import Counter
 from collections.abc import Callable
 
@@ -109,6 +111,42 @@ def test_a_step_allocates_nothing_large_that_the_plain_model_does_not(
 ) -> None:
     for found in run_ranks(beyond_plain, 2, strategy, precision):
         assert found == {1: "{}", 3: "{}"}
+
+
+class Several(nn.Module):
+    """Units of several weights: gradients of a unit are more than any block that wrap frees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(601, 601) for _ in range(13))) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def page_faults(rank: int, world_size: int) -> list[int]:
+    """Pages that the kernel had to map during each of a few steps."""
+    model = zshard.wrap(Several(), units=[f"blocks.{i}" for i in range(3)])
+    optimizer = zshard.AdamW(model.parameters())
+    found = []
+    for _ in range(9):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        model(torch.ones(3, 601)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+    return found
+
+
+def test_memory_of_gradients_stays_with_the_process_from_step_to_step() -> None:
+    unit = 13 * 4 * 601 * 601 / resource.getpagesize()
+    for found in run_ranks(page_faults, 2):
+        assert max(found[:2]) > unit, "the first steps map what the others use"
+        assert statistics.median(found[kWarmSteps:]) < unit / 10
 
 
 def gradient_bytes(rank: int, world_size: int) -> tuple[list[int], int]:
