@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+
 import models
 import pytest
 import torch
 from ranks import run_ranks
+from torch import nn
 from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
@@ -129,3 +133,42 @@ def bf16_accumulation(rank: int, world_size: int) -> tuple[torch.Tensor, torch.T
 def test_fp32_reduction_accumulates_bf16_gradients_in_fp32() -> None:
     for actual, expected in run_ranks(bf16_accumulation, 2):
         assert torch.equal(actual.float(), expected)
+
+
+class Orders(nn.Module):
+    """Parameters of several memory orders, one of them 0-d, one not used every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.across = nn.Parameter(torch.randn(7, 45).T)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.seldom = nn.Parameter(torch.randn(3, 1, 2))
+
+    def forward(self, x: torch.Tensor, seldom: bool) -> torch.Tensor:
+        y = self.conv(x).flatten(1) @ self.across * self.gain
+        return y * self.seldom.sum() if seldom else y
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("last", [False, True])
+def test_16_bit_gradients_add_up_in_fp32_in_any_memory_order(strategy: str, last: bool) -> None:
+    torch.manual_seed(0)
+    plain = Orders()
+    model = zshard.wrap(copy.deepcopy(plain), strategy=strategy, precision=zshard.Precision.bf16())
+    plain.bfloat16()
+    inputs = [torch.randn(2, 3, 5, 5).bfloat16() for _ in range(3)]
+    uses = [True, False, last]
+    for turn in range(2):  # the second adds up in the memory of the first
+        sums: dict[str, torch.Tensor] = {}
+        for i, (x, seldom) in enumerate(zip(inputs, uses, strict=True)):
+            with zshard.no_sync(model) if i < 2 else contextlib.nullcontext():
+                (model(x, seldom).float().sum() * (turn + 1)).backward()
+            (plain(x, seldom).float().sum() * (turn + 1)).backward()
+            for name, param in plain.named_parameters():
+                if param.grad is not None:
+                    sums[name] = sums.get(name, torch.zeros(())) + param.grad.float()
+            plain.zero_grad()
+        for name, expected in sums.items():
+            torch.testing.assert_close(zshard.full_grad(model, name), expected, rtol=0, atol=0)
+        model.zero_grad()

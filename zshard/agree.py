@@ -13,7 +13,7 @@ from .layout import dense_stride
 from .strategy import Strategy
 from .unitmap import UnitSpec
 
-_CHUNK = 1 << 22  # elements hashed at once: bounds the temporary int64 copy to 32 MiB
+_CHUNK = 1 << 17  # elements hashed at once: the temporary int64 copies, 1 MiB each, stay in cache
 
 
 class _Fact(NamedTuple):

@@ -12,6 +12,8 @@ from .errors import Error
 BENCHMARKS = {
     "ops": "kernels beside torch's",
     "step": "whole training steps beside FSDP2, FSDP1, DDP, ZeroRedundancyOptimizer, DeepSpeed",
+    "memory": "peak resident memory of a rank, beside FSDP2, FSDP1 and DDP",
+    "breakdown": "where the time of zshard's step goes",
 }
 _OPTIONAL = ("matplotlib", "tabulate", "tqdm")
 

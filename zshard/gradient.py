@@ -33,6 +33,8 @@ class Gradients:
         self._memory: torch.Tensor | None = None
         # Sums of backwards inside no_sync that were not reduced yet: (shape) in the reduce dtype.
         self._held: list[torch.Tensor | None] = [None] * len(flat.names)
+        # (N * S,) reduce dtype, where those are that have to be cast; kept while steps need it.
+        self._sums: torch.Tensor | None = None
         self._handles: list[ShardedGrad | None] = [None] * len(flat.names)
         # The reducer's: called before the user asks for a gradient, looks inside, or changes it.
         self.on_query: Callable[[], None] = lambda: None
@@ -56,7 +58,7 @@ class Gradients:
 
     def free(self) -> None:
         """Give the memory back."""
-        self._memory = None
+        self._memory = self._sums = None
         self._handles = [None] * len(self._handles)
 
     def _part(self, part: Range) -> torch.Tensor:
@@ -74,14 +76,9 @@ class Gradients:
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated, those held back included."""
-        held = [h for h in self._held if h is not None and not self._is_inside(h)]
-        return sum(t.nbytes for t in (self._memory, *held) if t is not None)
-
-    def _is_inside(self, tensor: torch.Tensor) -> bool:
-        memory = self._memory
-        return memory is not None and (
-            tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-        )
+        kept = [t for t in (self._memory, self._sums) if t is not None]
+        held = [h for h in self._held if h is not None and not any(_shares(h, t) for t in kept)]
+        return sum(t.nbytes for t in (*kept, *held))
 
     # --- as the user sees them -------------------------------------------------------------------
 
@@ -153,7 +150,7 @@ class Gradients:
 
     def written(self, local: torch.Tensor) -> bool:
         """Note that ``local`` was written in place, if it is part of these gradients."""
-        if not self._is_inside(local):
+        if self._memory is None or not _shares(local, self._memory):
             return False
         self.on_change()
         return True
@@ -189,16 +186,25 @@ class Gradients:
         for index, leaf in enumerate(flat.leaves):
             if leaf.grad is None:
                 continue
-            held, grad = self._held[index], leaf.grad
+            held, grad, segment = self._held[index], leaf.grad, flat.layout.segments[index]
             # In the reduce dtype: a 16-bit sum of many micro-batches would stand still.
-            if held is not None:
+            if held is not None and grad.dtype == held.dtype:
                 held.add_(grad)
-            elif inside:
-                view = flat.layout.segments[index].view_of(self._allocated())
-                self._held[index] = view.copy_(_dense(grad))
+            elif held is not None:  # add_ would make a cast copy of the gradient first
+                row = segment.physical(_dense(grad)).reshape(1, -1)
+                ops.reduce_(segment.physical(held).view(-1), row, accumulate=True)
+            elif inside or grad.dtype != flat.dtypes.reduce:
+                memory = self._allocated() if inside else self._room_for_sums()
+                self._held[index] = segment.view_of(memory).copy_(_dense(grad))
             else:
-                self._held[index] = _dense(grad).to(flat.dtypes.reduce)
+                self._held[index] = _dense(grad)
             leaf.grad = None
+
+    def _room_for_sums(self) -> torch.Tensor:
+        if self._sums is None:
+            numel, dtype = self._flat.layout.numel, self._flat.dtypes.reduce
+            self._sums = torch.empty(numel, dtype=dtype, device=self._flat.device)
+        return self._sums
 
     # --- reduction -------------------------------------------------------------------------------
 
@@ -217,6 +223,7 @@ class Gradients:
             self.hold_back()
             grads, self._held = self._held, [None] * len(flat.names)
         else:
+            self._sums = None  # no micro-batches any more
             with as_autograd_sees():
                 grads = [leaf.grad for leaf in flat.leaves]
         segments = flat.layout.segments[: len(grads)]
@@ -251,3 +258,7 @@ class Gradients:
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def _shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()

@@ -8,6 +8,12 @@ the next unit's gather never waits for the running one. The root, which is gathe
 as any other unit is, has a slot of its own. Only a unit that finds its home in use (a
 unit inside another, an order that changed) moves to another slot, which outdates the views that a
 graph may hold; see [Note: the version counter guards a gathered buffer].
+
+[Note: what the C library keeps]
+A unit's gradients are autograd's, and are freed together once they are packed. glibc then returns
+the end of its heap to the kernel, if it is more than twice the largest block that was ever mapped
+by itself and freed; the next unit's gradients fault it in again, page by page. One such block of a
+unit's size, never touched, is enough for glibc to keep as much.
 """
 
 from __future__ import annotations
@@ -19,6 +25,15 @@ import torch
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+
+# glibc learns nothing from blocks above 32 MiB, its own header and rounding included.
+_LARGEST_LESSON = (32 << 20) - (64 << 10)
+
+
+def keep_freed(nbytes: int) -> None:
+    """Have freed memory of this size stay with the process, for the next gradients (CPU)."""
+    torch.empty(min(nbytes, _LARGEST_LESSON), dtype=torch.uint8)  # and freed at once
 
 
 class Slot:

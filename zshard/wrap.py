@@ -16,7 +16,7 @@ from .comm import Comm
 from .errors import InputError, WrapError
 from .flat import Flat
 from .materialize import InitFn, Materializer, default_device, move, on_meta, swap_contents
-from .pool import Pool
+from .pool import Pool, keep_freed
 from .precision import Dtypes, Precision
 from .schedule import Schedule
 from .strategy import Choice, Strategy, strategy_of
@@ -109,6 +109,9 @@ def wrap(
         flats, places = _shard(spec, chosen, precision, transport)
         built.append(Unit(spec, index, parent, chosen, flats, places, transport, pool))
     pool.reserve([unit.slot_bytes for unit in built])
+    if where.type == "cpu":
+        # See [Note: what the C library keeps].
+        keep_freed(max(unit.full_bytes for unit in built))
     schedule = Schedule(model, built, transport, pool, precision, prefetch, where)
     setattr(model, _SCHEDULE, schedule)
     return model
