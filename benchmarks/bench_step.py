@@ -11,6 +11,7 @@ import argparse
 import gc
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, cast
 
+import network
 import torch
 import torch.distributed as dist
 from command import LOOK, check, make_parser, positive, write
@@ -83,12 +85,14 @@ def measure_steps(
     order = [*((c.name, c) for c in contestants), (NULL, contestants[0])]
     seconds: dict[str, list[float]] = {name: [] for name, _ in order}
     exposed: dict[str, list[float]] = {name: [] for name, _ in order}
+    sent: dict[str, list[float]] = {name: [] for name, _ in order}
     shuffler, step = random.Random(0), 0
     for number in range(effort.warmups + effort.rounds):
         shuffler.shuffle(order)
         for name, contestant in order:
             waited = contestant.exposed_seconds()
             _meet(setting.device)
+            sent_before = network.sent_bytes()
             start = time.perf_counter()
             for _ in range(repeats):
                 contestant.step(*batches[step % len(batches)])
@@ -98,6 +102,7 @@ def measure_steps(
             if number >= effort.warmups:
                 seconds[name].append(taken / repeats)
                 exposed[name].append((contestant.exposed_seconds() - waited) / repeats)
+                sent[name].append((network.sent_bytes() - sent_before) / repeats)
         ended()
     slowest = torch.tensor([seconds[name] for name in seconds], dtype=torch.float64)
     slowest = slowest.to(setting.device)
@@ -108,6 +113,8 @@ def measure_steps(
     if setting.device.type == "cpu":  # on CUDA the host does not wait for collectives
         medians = {name: float(torch.tensor(exposed[name]).median()) for name in seconds}
         result.extra["exposed_s"] = {n: s for n, s in medians.items() if not math.isnan(s)}
+    if network.entered():
+        result.extra["sent_bytes"] = {n: statistics.median(sent[n]) for n in seconds}
     return result
 
 
@@ -218,6 +225,11 @@ def make_step_parser(program: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--backend", choices=("gloo", "nccl", "fake"), default="gloo")
+    parser.add_argument(
+        "--network",
+        metavar="RATE",
+        help="join 2 ranks by a wire of this rate, as tc spells it: 1gbit; needs root",
+    )
     parser.add_argument("--skip-host", action="store_true", help="leave the 48 tiny units out")
     parser.add_argument("--check-only", action="store_true", help="compare losses, time nothing")
     return parser
@@ -235,6 +247,9 @@ def parse(argv: Sequence[str] | None, program: str | None) -> Asked:
                 f"--backend nccl --ranks {arguments.ranks}: NCCL needs --device cuda and a GPU a "
                 f"rank, here are {torch.cuda.device_count()}; use gloo or fake"
             )
+    wired = arguments.ranks == 2 and arguments.backend == "gloo" and arguments.device == "cpu"
+    if arguments.network and not wired:
+        parser.error("--network: for --ranks 2 --backend gloo --device cpu")
     if arguments.check_only and arguments.plot:
         parser.error("--plot with --check-only: nothing is timed, so there is nothing to draw")
     if arguments.check_only and arguments.backend == "fake":
@@ -277,16 +292,19 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     effort, device = _LOOK if arguments.quick else Effort(), torch.device(arguments.device)
     torch.set_num_threads(1)
     facts = {**describe(device), "ranks": arguments.ranks, "backend": arguments.backend}
+    facts["network"] = arguments.network or "this machine's own"
     facts |= {p: version(p) for name in peers if (p := PEERS[name].package)}
     title = f"{headline(facts)}, {arguments.ranks} {arguments.backend} rank(s)"
     print(title)
-    found = run_ranks(
-        rank_main,
-        (settings_of(arguments), variants, peers, effort, arguments.check_only),
-        ranks=arguments.ranks,
-        backend=arguments.backend,
-        device=device,
-    )
+    with network.joined(arguments.network) as namespaces:
+        found = run_ranks(
+            rank_main,
+            (settings_of(arguments), variants, peers, effort, arguments.check_only),
+            ranks=arguments.ranks,
+            backend=arguments.backend,
+            device=device,
+            namespaces=namespaces,
+        )
     losses = cast("dict[str, dict[str, list[float]]]", found["losses"])
     results = [Result(**fields) for fields in cast("list[dict[str, object]]", found["results"])]  # type: ignore[arg-type]
     for case, by_name in losses.items():

@@ -14,27 +14,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_INTERFACE = "eth0"
+from zshard.errors import InputError
+
+_INTERFACE = "zshard0"
 _CLONE_NEWNET = 0x40000000  # sched.h
 # tbf's bucket and queue: 2 ms and 50 ms at 1 Gbit/s, so that TCP keeps the wire full.
 _BURST, _LATENCY = "256k", "50ms"
 
 
-class NetworkError(RuntimeError):
+class NetworkError(InputError):
     """The namespaces cannot be made; says why, in the words of the tool that failed."""
 
 
 @contextmanager
-def slow_network(rate: str) -> Iterator[tuple[str, str]]:
+def joined(rate: str | None) -> Iterator[tuple[str, ...]]:
     """Two network namespaces with a wire of ``rate`` (as tc spells it: 1gbit) between them.
+
+    Yields their names; none where ``rate`` is None.
 
     Raises:
         NetworkError: without root, iproute2, or a kernel that has veth and tbf.
     """
+    if rate is None:
+        yield ()
+        return
     if shutil.which("ip") is None or shutil.which("tc") is None:
-        raise NetworkError("ip and tc are not installed (Debian: iproute2)")
+        raise NetworkError("--network needs ip and tc (Debian: iproute2)")
     if os.geteuid() != 0:
-        raise NetworkError("network namespaces need root")
+        raise NetworkError("--network needs root, for its network namespaces")
     names = (f"zshard-{os.getpid()}-0", f"zshard-{os.getpid()}-1")
     try:
         for name in names:
@@ -68,10 +75,17 @@ def enter(namespace: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
 
 
+def entered() -> bool:
+    """Whether this process is at an end of such a wire."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") == _INTERFACE
+
+
 def sent_bytes() -> int:
-    """Bytes that this namespace's end of the wire has sent, headers included."""
+    """Bytes that this process's end of the wire has sent, headers included; 0 without a wire."""
+    if not entered():
+        return 0
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         interface, _, counts = line.partition(":")
         if interface.strip() == _INTERFACE:
             return int(counts.split()[8])
-    raise NetworkError(f"no interface {_INTERFACE} here")
+    raise NetworkError(f"this process's namespace has no interface {_INTERFACE}")

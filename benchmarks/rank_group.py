@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import network
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -26,19 +27,21 @@ def run_ranks(
     ranks: int,
     backend: str,
     device: torch.device,
+    namespaces: Sequence[str] = (),
 ) -> dict[str, object]:
     """Call ``main`` on every rank of a process group; return what rank 0 returned.
 
     Args:
         backend: "gloo", "nccl", or "fake": one process that plays rank 0 of ``ranks``, whose
             collectives do nothing.
+        namespaces: the network namespace of each rank; none: all in this process's own.
     """
     # One thread a rank, as the protocol asks. The environment is read when torch is imported.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
         mp.start_processes(
             _rank,
-            args=(main, arguments, ranks, backend, device, folder),
+            args=(main, arguments, ranks, backend, device, namespaces, folder),
             nprocs=1 if backend == "fake" else ranks,
             start_method="spawn",
         )
@@ -53,9 +56,12 @@ def _rank(
     ranks: int,
     backend: str,
     device: torch.device,
+    namespaces: Sequence[str],
     folder: str,
 ) -> None:
     torch.set_num_threads(1)
+    if namespaces:
+        network.enter(namespaces[rank])
     if device.type == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     if backend == "fake":

@@ -42,19 +42,24 @@ def over_compute(result: Result) -> dict[str, Ratio]:
 
 def exposed(result: Result) -> dict[str, float]:
     """Seconds a step that the host waits for collectives, for those who count it."""
-    found = result.extra.get("exposed_s", {})
+    return _by_name(result, "exposed_s")
+
+
+def _by_name(result: Result, figure: str) -> dict[str, float]:
+    found = result.extra.get(figure, {})
     assert isinstance(found, dict)
     return found
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A line a contestant: its time over compute's, what zshard waits for, the host's overhead."""
+    """A line a contestant: time over compute's, waiting, the host's overhead, the wire's bytes."""
     rows = []
     for result in results:
         host = overheads(result) if "plain" in result.seconds else {}
         over, waits = over_compute(result), exposed(result)
+        sent = _by_name(result, "sent_bytes")
         for name in over or host:
-            cells = [""] * 4
+            cells = [""] * 5
             if name in over:
                 cells[0] = f"{over[name].median - 1:+.0%}"
             if name in waits:
@@ -63,8 +68,18 @@ def summary(results: Sequence[Result]) -> str:
                 ratio = host[name].ratio
                 cells[2] = f"{host[name].microseconds:.1f}"
                 cells[3] = f"{ratio.median:.2f} ({ratio.interval})"
+            if name in sent:
+                cells[4] = f"{sent[name] / 1e6:.1f}"
             rows.append([result.case, name, *cells])
-    columns = ["case", "step", "over compute", "waits ms", "host us/unit", "host ratio (95 %)"]
+    columns = [
+        "case",
+        "step",
+        "over compute",
+        "waits ms",
+        "host us/unit",
+        "host ratio (95 %)",
+        "sent MB",
+    ]
     return aligned(columns, rows)
 
 
