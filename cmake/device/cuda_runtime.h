@@ -13,7 +13,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static  // one block runs at a time
 
 struct dim3 {
