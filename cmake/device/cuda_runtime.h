@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 
 #define __global__
@@ -20,6 +21,17 @@ struct dim3 {
     unsigned x;
     dim3(unsigned count = 1) : x(count) {}
 };
+
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
+template <typename T>
+void __stwb(T* p, T value) {
+    *p = value;
+}
 
 using cudaError_t = int;
 using cudaStream_t = void*;

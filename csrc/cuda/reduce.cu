@@ -98,7 +98,8 @@ __device__ Partial reduce_block(const ReduceArgs& args, int64_t begin) {
     return {(squares[0] + squares[2]) + (squares[1] + squares[3]), bad};
 }
 
-// Blocks a multiprocessor: what keeps enough loads under way. fp64 needs twice the registers.
+// Blocks that a multiprocessor is to hold at a time, enough to keep its share of the memory's
+// bandwidth busy. fp64 takes twice the registers, and has twice the bytes under way.
 template <typename Acc>
 constexpr int kReduceBlocks = sizeof(Acc) == 8 ? 2 : 3;
 
