@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .control import control_group
 from .errors import CommError, InputError, WrapError
 from .streams import Lane, Mark, compute_waits
 
@@ -56,8 +57,8 @@ class CommStats:
     Attributes:
         calls: collectives issued, by operation.
         sent_bytes: bytes this rank had to send, by operation: the textbook volume.
-        exposed_seconds: time the host spent waiting for a collective; 0 with NCCL, where the
-            compute stream waits instead.
+        exposed_seconds: time the host spent waiting for a collective; with NCCL, where the compute
+            stream waits instead, for other hosts alone.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -129,12 +130,8 @@ class Ranks:
         self.nccl = group is not None and _backend_name(group, device) == "nccl"
         # What ranks tell each other is for the host, which must not wait for the device.
         self.control = group
-        if self.nccl and self.size > 1:
-            ranks = dist.get_process_group_ranks(group)
-            timeout = group._get_backend(device).options._timeout  # type: ignore[union-attr]
-            self.control = dist.new_group(
-                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
-            )
+        if group is not None and self.nccl and self.size > 1:
+            self.control = control_group(group, device)
 
     def chunks(self, dtype: torch.dtype) -> int:
         """Rows that ``Comm.exchange`` delivers: one of sums, or one of every rank's.
@@ -256,12 +253,14 @@ class Comm:
     def all_reduce(
         self, value: torch.Tensor, tag: Tag, over: Ranks, *, maximum: bool = False
     ) -> Handle:
-        """Start summing (or taking the maximum of) ``value`` over ``over``, in place."""
+        """Start summing ``value`` (or taking its maximum), in place; a host's goes to hosts."""
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         volume = 2 * _bytes(value) * (over.size - 1) // over.size
         with self.reduce_lane.after_compute(), self.named_errors("all_reduce", tag):
             self._count("all_reduce", volume, tag)
-            work = dist.all_reduce(value, op, over.group, async_op=not over.nccl)
+            nccl = over.nccl and not value.is_cpu
+            group = over.group if nccl else over.control
+            work = dist.all_reduce(value, op, group, async_op=not nccl)
             return Handle(self, work, self.reduce_lane.mark(), "all_reduce", tag)
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
