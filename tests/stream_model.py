@@ -80,6 +80,7 @@ class Model(TorchDispatchMode):
         self.races: list[str] = []
         self.on_lanes = 0
         self._streams = [self.compute]
+        self._lanes: list[Lane] = []
         self._accesses: list[Access] = []
         monkeypatch.setattr(Lane, "__init__", lambda lane, device: self._give_stream(lane))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
@@ -88,6 +89,12 @@ class Model(TorchDispatchMode):
     def _give_stream(self, lane: Lane) -> None:
         stream = lane.stream = Stream(f"lane {len(self._streams)}")  # type: ignore[assignment]
         self._streams.append(stream)
+        self._lanes.append(lane)
+
+    def end(self) -> None:
+        """Take the streams back; lanes may outlive the patches."""
+        for lane in self._lanes:
+            lane.stream = None
 
     @contextmanager
     def _switch(self, stream: Stream) -> Iterator[None]:

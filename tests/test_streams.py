@@ -24,6 +24,7 @@ def modelled(options: dict[str, object]) -> Iterator[tuple[Model, nn.Module]]:
         trained = build(**options)
         with model:
             yield model, trained
+        model.end()
 
 
 def training(
