@@ -81,14 +81,18 @@ fi
 stage build 200 "$python" setup.py build_ext --inplace
 
 if [[ $device == cuda ]]; then
-    stage "cuda tests" 150 "$python" -m pytest tests -m cuda -q -p no:cacheprovider
+    stage "cuda tests" 170 "$python" -m pytest tests -m cuda -q -p no:cacheprovider
     # Every test loads torch under the tool, which takes most of the time: one test per op and dtype
     # would not fit. Without torch's caching allocator each tensor is its own allocation, so that
     # reading past a tensor's end is seen.
     stage "compute-sanitizer" 120 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         compute-sanitizer --tool memcheck --error-exitcode 86 \
         "$python" -m pytest tests/test_ops_pack.py tests/test_ops_cast.py tests/test_ops_reduce.py \
-        tests/test_ops_adamw.py -m cuda -q -p no:cacheprovider --maxfail=5
+        tests/test_ops_optim.py tests/test_ops_sgd.py -m cuda -q -p no:cacheprovider --maxfail=5
+    # The kernels whose threads share memory: sums of squares, and the optimizers' prologue.
+    stage "racecheck" 60 compute-sanitizer --tool racecheck --error-exitcode 86 \
+        "$python" -m pytest tests/test_ops_reduce.py tests/test_ops_optim.py -m cuda -q \
+        -p no:cacheprovider -k "into_a_large_buffer or thousand_small_shards"
     quick=()
     models=(100m 350m)
     tokens=1024

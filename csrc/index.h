@@ -36,6 +36,10 @@ ZSHARD_HD Split split_run(uint64_t address, int64_t size, int64_t width, int64_t
 template <int kUnroll, typename One, typename Many>
 ZSHARD_HD void deal(const Split& split, int64_t width, int64_t thread, int64_t threads, One one,
                     Many many) {
+    // Unrolled, the loops over the few odd elements and vectors would cost registers.
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
     for (int64_t i = thread; i < split.head; i += threads) one(i);
     int64_t vector = thread;
     int64_t at[kUnroll];
@@ -43,11 +47,17 @@ ZSHARD_HD void deal(const Split& split, int64_t width, int64_t thread, int64_t t
         for (int u = 0; u < kUnroll; ++u) at[u] = split.head + (vector + u * threads) * width;
         many(at, std::integral_constant<int, kUnroll>{});
     }
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
     for (; vector < split.vectors; vector += threads) {
         at[0] = split.head + vector * width;
         many(at, std::integral_constant<int, 1>{});
     }
     const int64_t tail = split.head + split.vectors * width;
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
     for (int64_t i = thread; i < split.tail; i += threads) one(tail + i);
 }
 

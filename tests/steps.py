@@ -16,7 +16,8 @@ def batch(rank: int, step: int) -> Tensor:
 
 def one_step(model: nn.Module, rank: int, step: int) -> Tensor:
     """Run forward and backward; returns the loss."""
-    loss = models.loss_of(model, batch(rank, step))
+    device = next(model.parameters()).device
+    loss = models.loss_of(model, batch(rank, step).to(device))
     loss.backward()
     return loss.detach()
 

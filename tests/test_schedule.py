@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from ops_check import devices
 from ranks import run_ranks
 from steps import batch, build, one_step
 from torch import Tensor
@@ -37,8 +38,10 @@ def events(text: str) -> list[tuple[str, ...]]:
     return [tuple(event.split()) for event in text.replace("\n", " ").split(",") if event.strip()]
 
 
-def recorded_step(rank: int, world_size: int, prefetch: int) -> list[tuple[str, str]]:
-    model = build(prefetch=prefetch)
+def recorded_step(
+    rank: int, world_size: int, prefetch: int, device: str = "cpu"
+) -> list[tuple[str, str]]:
+    model = build(prefetch=prefetch, device=device)
     optimizer = zshard.AdamW(model.parameters())
     one_step(model, rank, 0)
     with zshard.trace(model) as trace:
@@ -47,12 +50,14 @@ def recorded_step(rank: int, world_size: int, prefetch: int) -> list[tuple[str, 
     return [tuple(event) for event in trace.events]
 
 
-def test_a_step_is_this_list_of_events_on_one_rank() -> None:
-    assert recorded_step(0, 1, 1) == events(kForward + "," + kBackward)
+@devices
+def test_a_step_is_this_list_of_events_on_one_rank(device: str) -> None:
+    assert recorded_step(0, 1, 1, device) == events(kForward + "," + kBackward)
 
 
-def test_a_step_is_the_same_list_on_every_one_of_two_ranks() -> None:
-    assert run_ranks(recorded_step, 2, 1) == [events(kForward + "," + kBackward)] * 2
+@devices
+def test_a_step_is_the_same_list_on_every_one_of_two_ranks(device: str) -> None:
+    assert run_ranks(recorded_step, 2, 1, device) == [events(kForward + "," + kBackward)] * 2
 
 
 def test_without_prefetch_every_gather_is_waited_for_at_once() -> None:
@@ -148,12 +153,23 @@ def test_a_transition_that_the_table_does_not_list_is_refused_by_name() -> None:
         unit.wait()
 
 
-def jittered_losses(rank: int, world_size: int, seed: int | None) -> list[Tensor]:
-    """Losses of six steps in which every collective of every rank starts at a random time."""
-    model = build(prefetch=2)
+def delay(device: str, delays: random.Random) -> None:
+    """Have what comes next begin late: on the host, or on the current stream."""
+    if device == "cpu":
+        time.sleep(delays.choice([0, 0.003]))
+    else:
+        torch.cuda._sleep(delays.choice([0, 5_000_000]))  # cycles, some 3 ms
+
+
+def jittered_losses(rank: int, world_size: int, seed: int | None, device: str) -> list[Tensor]:
+    """Losses of six steps in which collectives and layers begin at random times."""
+    model = build(prefetch=2, device=device)
     delays = random.Random(f"{seed}-{rank}")
     if seed is not None:
-        schedule_of(model).comm.interpose = lambda op, tag: time.sleep(delays.choice([0, 0.003]))
+        schedule_of(model).comm.interpose = lambda op, tag: delay(device, delays)
+        for block in model.blocks:
+            block.down.register_forward_pre_hook(lambda *_: delay(device, delays))
+            block.down.register_full_backward_pre_hook(lambda *_: delay(device, delays))
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(6):
@@ -161,13 +177,14 @@ def jittered_losses(rank: int, world_size: int, seed: int | None) -> list[Tensor
         zshard.clip_grad_norm_(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+    return [loss.cpu() for loss in losses]
 
 
-def test_the_timing_of_collectives_does_not_change_a_bit() -> None:
-    expected = run_ranks(jittered_losses, 2, None)
+@devices
+def test_the_timing_of_collectives_and_layers_does_not_change_a_bit(device: str) -> None:
+    expected = run_ranks(jittered_losses, 2, None, device)
     for seed in range(3):
-        assert run_ranks(jittered_losses, 2, seed) == expected
+        assert run_ranks(jittered_losses, 2, seed, device) == expected
 
 
 def failing_gather(rank: int, world_size: int) -> str:

@@ -14,6 +14,7 @@ import torch
 from .errors import OptimizerError
 from .flat import Flat
 from .param import Sharded
+from .streams import upload
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -100,9 +101,9 @@ class Batch:
         device = self.segments.device
         if hypers != self._hypers_of:
             table = torch.tensor([hypers[row.group] for row in self.rows], dtype=torch.float64)
-            self.hypers, self._hypers_of = table.to(device), hypers
+            self.hypers, self._hypers_of = upload(table, device), hypers
         if active != self._active_of:
-            self.active = torch.tensor(active, dtype=torch.uint8).to(device)
+            self.active = upload(torch.tensor(active, dtype=torch.uint8), device)
             self._active_of = active
 
     def grads(self) -> list[torch.Tensor]:

@@ -36,8 +36,8 @@ class CommStats:
     Attributes:
         calls: collectives issued, by operation.
         sent_bytes: bytes this rank had to send, by operation: the textbook volume.
-        exposed_seconds: time the host spent waiting for a collective; 0 with NCCL, where the
-            compute stream waits instead.
+        exposed_seconds: time the host spent waiting for a collective; with NCCL, where the compute
+            stream waits instead, for other hosts alone.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -183,12 +183,14 @@ class Comm:
     def all_reduce(
         self, value: torch.Tensor, tag: Tag, over: Ranks, *, maximum: bool = False
     ) -> Handle:
-        """Start summing (or taking the maximum of) ``value`` over ``over``, in place."""
+        """Start summing ``value`` (or taking its maximum), in place; a host's goes to hosts."""
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         volume = 2 * value.nbytes * (over.size - 1) // over.size
         with self.reduce_lane.after_compute(), self.named_errors("all_reduce", tag):
             self._count("all_reduce", volume, tag)
-            work = dist.all_reduce(value, op, over.group, async_op=not over.nccl)
+            nccl = over.nccl and not value.is_cpu
+            group = over.group if nccl else over.control
+            work = dist.all_reduce(value, op, group, async_op=not nccl)
             return Handle(self, work, self.reduce_lane.mark(), "all_reduce", tag)
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:

@@ -79,7 +79,7 @@ class Flight:
         self._mark: Mark = None  # of the last sum, where that is enqueued already (CUDA)
         flat.grads.shard()  # allocated here, on the compute stream
         self._start(0)
-        if flat.device.type == "cuda":  # nothing blocks the host, so the lane goes straight on
+        if comm.reduce_lane.stream is not None:  # nothing blocks the host: it goes straight on
             with comm.reduce_lane.after_compute():
                 self._finish()
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .control import control_group
 from .errors import InputError, WrapError
 from .messages import Messenger, Together, Work
 
@@ -42,12 +43,8 @@ class Ranks:
             self._messenger = Messenger(group, self.rank, self.size)
         # What ranks tell each other is for the host, which must not wait for the device.
         self.control = group
-        if self.nccl and self.size > 1:
-            ranks = dist.get_process_group_ranks(group)
-            timeout = group._get_backend(device).options._timeout  # type: ignore[union-attr]
-            self.control = dist.new_group(
-                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
-            )
+        if group is not None and self.nccl and self.size > 1:
+            self.control = control_group(group, device)
 
     def chunks(self, dtype: torch.dtype) -> int:
         """Rows that ``Comm.exchange`` delivers: one of sums, or one of every rank's.

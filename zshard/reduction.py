@@ -3,9 +3,9 @@
 Order of events for each trainable flat buffer: pack (one pass over the gradients, which are freed),
 exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum
 of squares and a non-finite flag (flight.py). One exchange is in flight at a time, under the next
-unit's backward. After the last one a single small all-reduce tells every rank the global sum of
-squares, whether anything is not finite, which parameters have a gradient on any rank, and which
-ranks' backward has raised an exception.
+unit's backward. After the last one a small all-reduce tells every rank the global sum of squares
+and whether anything is not finite, and which parameters have a gradient on any rank and which
+ranks' backward has raised an exception. With GPUs the latter goes from host to host, on its own.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Reducer:
         self._stats = torch.zeros(len(self._all), 2, dtype=torch.float64, device=device)
         self._present: dict[Flat, list[bool]] = {}
         self._failed = False  # whether the backward has raised on this rank
-        # (5 + parameters,) float64, being all-reduced: sum of squares, non-finite flag, failures,
-        # their places, strays, presence.
-        self._summary: torch.Tensor | None = None
-        self._summary_handle: Handle | None = None
+        # Being all-reduced, float64. On the device: sum of squares, non-finite flag. On the host,
+        # (3 + parameters,): failures, their places, strays, presence.
+        self._summary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._summary_handles: list[Handle] = []
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
@@ -93,13 +93,16 @@ class Reducer:
             strayed,
             *chain(*(self._present[f] for f in self.flats)),
         ]
-        summary = torch.tensor(told, dtype=torch.float64)
-        self._summary = torch.cat((self._stats.sum(0), summary.to(self._device)))
+        summary = [self._stats.sum(0), torch.tensor(told, dtype=torch.float64)]
+        # What the host is to read must not come from a GPU, which the host would have to wait for;
+        # on CPU one message takes both.
+        messages = [torch.cat(summary)] if self._device.type == "cpu" else summary
+        found, *rest = messages
+        self._summary = found[:2], rest[0] if rest else found[2:]
         tag = tag._replace(phase="reduce", unit="norm")
         for over in self._comm.axes:
-            if self._summary_handle is not None:
-                self._summary_handle.wait()
-            self._summary_handle = self._comm.all_reduce(self._summary, tag, over)
+            self._end_summary()
+            self._summary_handles = [self._comm.all_reduce(m, tag, over) for m in messages]
 
     def settle(self) -> None:
         """Take in what the last backward's all-reduce said, if that has not been done.
@@ -109,11 +112,10 @@ class Reducer:
         """
         if self._summary is None:
             return
-        if self._summary_handle is not None:
-            self._summary_handle.wait()
-        summary, self._summary, self._summary_handle = self._summary, None, None
-        self._sum_of_squares, self._non_finite = summary[:2]
-        failures, place, strays, *present = summary[2:].tolist()
+        self._end_summary()
+        (found, told), self._summary = self._summary, None
+        self._sum_of_squares, self._non_finite = found
+        failures, place, strays, *present = told.tolist()
         flags = iter(present)
         for flat in self.flats:
             flat.grads.arrived = [next(flags) > 0 for _ in flat.names]
@@ -124,6 +126,11 @@ class Reducer:
             self.on_strayed()
         if failures > 0:
             self._drop(int(failures), int(place))
+
+    def _end_summary(self) -> None:
+        for handle in self._summary_handles:
+            handle.wait()
+        self._summary_handles = []
 
     def _drop(self, failures: int, place: int) -> None:
         for flat in self.flats:

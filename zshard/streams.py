@@ -6,6 +6,7 @@ a lane there is empty and a mark is None. The schedule is the same code on both.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,12 @@ class Lane:
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        # With the model go the buffers that this lane may still be using. What gets their memory
+        # next runs on the compute stream, which therefore waits.
+        if self.stream is not None and not sys.is_finalizing():
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
@@ -41,3 +48,10 @@ def compute_waits(mark: Mark) -> None:
     """Let the compute stream wait for ``mark``; the host goes on."""
     if mark is not None:
         torch.cuda.current_stream(mark.device).wait_event(mark)
+
+
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``host`` on ``device``; neither waits for what the other is doing."""
+    if device.type == "cuda":
+        host = host.pin_memory()  # kept by its allocator until the copy has been made
+    return host.to(device, non_blocking=True)

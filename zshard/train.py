@@ -32,6 +32,7 @@ from .metrics import (
 )
 from .options import TrainOptions
 from .snapshot import Header, OptimizerState, RankState, load_rank, read_header, save_snapshot
+from .streams import upload
 
 _MAX_GRAD_NORM = 1.0
 _VALIDATION_BATCHES = 8  # a rank
@@ -117,8 +118,8 @@ class Run:
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy of a micro-batch, in nats per byte."""
-        logits = self.model(batch.tokens.to(self.job.device))
-        targets = batch.targets.to(self.job.device)
+        logits = self.model(upload(batch.tokens, self.job.device))
+        targets = upload(batch.targets, self.job.device)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()

@@ -7,19 +7,31 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 
 #define __global__
 #define __device__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static  // one block runs at a time
 
 struct dim3 {
     unsigned x;
     dim3(unsigned count = 1) : x(count) {}
 };
+
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
+template <typename T>
+void __stwb(T* p, T value) {
+    *p = value;
+}
 
 using cudaError_t = int;
 using cudaStream_t = void*;

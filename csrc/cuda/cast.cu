@@ -17,17 +17,22 @@ void cast_typed(const CastArgs& args) {
            static_cast<To*>(args.out), static_cast<const From*>(args.src), args.numel);
 }
 
-// Calls one(i) and four(i, aligned) for the elements of a grid's tiles.
-template <typename One, typename Four>
-__device__ void for_master(const MasterArgs& args, One one, Four four) {
+constexpr int kMasterWidth = 8;  // the 16-bit planes move in 16 bytes, fp32 in twice as many
+constexpr int kMasterUnroll = 2;
+
+// Calls one(i) and many(base, at, count, aligned) for the elements of a grid's tiles: `count`
+// vectors that begin at base + at[u]. There the full values are aligned, and the planes if so said.
+template <typename One, typename Many>
+__device__ void for_master(const MasterArgs& args, One one, Many many) {
     for (int64_t i = blockIdx.x * kTile; i < args.numel; i += gridDim.x * kTile) {
-        const Split split = split_run(reinterpret_cast<uint64_t>(args.full + i), sizeof(float), 4,
-                                      min(kTile, args.numel - i));
+        const Split split = split_run(reinterpret_cast<uint64_t>(args.full + i), sizeof(float),
+                                      kMasterWidth, min(kTile, args.numel - i));
         const int64_t first = i + split.head;
-        const bool aligned = is_aligned<4>(args.hi + first) && is_aligned<4>(args.lo + first);
-        deal<1>(
-            split, 4, threadIdx.x, kThreads, [&](int64_t k) { one(i + k); },
-            [&](const int64_t (&at)[1], auto) { four(i + at[0], aligned); });
+        const bool aligned =
+            is_aligned<kMasterWidth>(args.hi + first) && is_aligned<kMasterWidth>(args.lo + first);
+        deal<kMasterUnroll>(
+            split, kMasterWidth, threadIdx.x, kThreads, [&](int64_t k) { one(i + k); },
+            [&](const auto& at, auto count) { many(i, at, count, aligned); });
     }
 }
 
@@ -37,18 +42,24 @@ __global__ void __launch_bounds__(kThreads) split_kernel(MasterArgs args) {
         args.hi[i] = planes.hi;
         args.lo[i] = planes.lo;
     };
-    for_master(args, one, [&](int64_t i, bool aligned) {
-        const auto full = load<4>(args.full + i, true);
-        Vector<Bf16, 4> hi;
-        Vector<int16_t, 4> lo;
+    for_master(args, one, [&](int64_t base, const auto& at, auto count, bool aligned) {
+        Vector<float, kMasterWidth> full[count];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const SplitMaster planes = zshard::split_master(full.values[k]);
-            hi.values[k] = planes.hi;
-            lo.values[k] = planes.lo;
+        for (int u = 0; u < count; ++u)
+            full[u] = load<kMasterWidth>(args.full + base + at[u], true);
+#pragma unroll
+        for (int u = 0; u < count; ++u) {
+            Vector<Bf16, kMasterWidth> hi;
+            Vector<int16_t, kMasterWidth> lo;
+#pragma unroll
+            for (int k = 0; k < kMasterWidth; ++k) {
+                const SplitMaster planes = zshard::split_master(full[u].values[k]);
+                hi.values[k] = planes.hi;
+                lo.values[k] = planes.lo;
+            }
+            store(args.hi + base + at[u], hi, aligned);
+            store(args.lo + base + at[u], lo, aligned);
         }
-        store(args.hi + i, hi, aligned);
-        store(args.lo + i, lo, aligned);
     });
 }
 
@@ -56,14 +67,22 @@ __global__ void __launch_bounds__(kThreads) join_kernel(MasterArgs args) {
     const auto one = [&](int64_t i) {
         args.full[i] = zshard::join_master({args.hi[i], args.lo[i]});
     };
-    for_master(args, one, [&](int64_t i, bool aligned) {
-        const auto hi = load<4>(args.hi + i, aligned);
-        const auto lo = load<4>(args.lo + i, aligned);
-        Vector<float, 4> full;
+    for_master(args, one, [&](int64_t base, const auto& at, auto count, bool aligned) {
+        Vector<Bf16, kMasterWidth> hi[count];
+        Vector<int16_t, kMasterWidth> lo[count];
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-            full.values[k] = zshard::join_master({hi.values[k], lo.values[k]});
-        store(args.full + i, full, true);
+        for (int u = 0; u < count; ++u) {
+            hi[u] = load<kMasterWidth>(args.hi + base + at[u], aligned);
+            lo[u] = load<kMasterWidth>(args.lo + base + at[u], aligned);
+        }
+#pragma unroll
+        for (int u = 0; u < count; ++u) {
+            Vector<float, kMasterWidth> full;
+#pragma unroll
+            for (int k = 0; k < kMasterWidth; ++k)
+                full.values[k] = zshard::join_master({hi[u].values[k], lo[u].values[k]});
+            store(args.full + base + at[u], full, true);
+        }
     });
 }
 

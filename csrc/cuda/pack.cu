@@ -43,8 +43,9 @@ __device__ void move_tile(Flat* flat, const Item& item, int64_t begin, int64_t n
     }
 }
 
+// Two blocks a multiprocessor have enough bytes under way; for more, the compiler would spill.
 template <bool kPack, typename Flat, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     move_kernel(Flat* flat, double scale, const __grid_constant__ Table<kCapacity> table) {
     for (int64_t tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
         const Item& item = table.items[last_not_after(

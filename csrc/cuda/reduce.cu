@@ -27,9 +27,9 @@ __device__ void halve(double* sums, unsigned half) {
 }
 
 // The group of elements that starts at `i`; those from `numel` on are 0.
-template <typename T>
+template <bool kWhole, typename T>
 __device__ Vector<T, kSquareGroup> load_group(const T* p, int64_t i, int64_t numel, bool aligned) {
-    if (i + kSquareGroup <= numel) return load<kSquareGroup>(p + i, aligned);
+    if (kWhole || i + kSquareGroup <= numel) return load<kSquareGroup>(p + i, kWhole || aligned);
     Vector<T, kSquareGroup> group{};
 #pragma unroll
     for (int k = 0; k < kSquareGroup; ++k)
@@ -39,7 +39,9 @@ __device__ Vector<T, kSquareGroup> load_group(const T* p, int64_t i, int64_t num
 
 // Sums a block's part of the chunks in rank order, stores it, and returns the stored values'
 // squares as far as this thread adds them: its rows, then its group. [Note: sum of squares]
-template <typename Acc, typename Chunk>
+// kWhole: every element of the block exists, at an aligned place. A load behind a branch is waited
+// for at once; without branches those of all rows, and of two ranks, are under way together.
+template <bool kWhole, typename Acc, typename Chunk>
 __device__ Partial reduce_block(const ReduceArgs& args, int64_t begin) {
     using W = Wide<Acc>;
     auto* acc = static_cast<Acc*>(args.acc) + begin;
@@ -47,13 +49,14 @@ __device__ Partial reduce_block(const ReduceArgs& args, int64_t begin) {
     const int64_t numel = args.numel - begin;
     const auto at = [](int row) { return int64_t{row * kRow} + threadIdx.x * kSquareGroup; };
     W wide[kSquareRows][kSquareGroup];
+#pragma unroll kWhole && sizeof(Chunk) == 2 ? 2 : 1
     for (int64_t rank = 0; rank < args.world_size; ++rank) {
         const Chunk* chunk = chunks + rank * args.chunk_stride;
         const bool aligned = is_aligned<kSquareGroup>(chunk);
         Vector<Chunk, kSquareGroup> loaded[kSquareRows];
 #pragma unroll
         for (int row = 0; row < kSquareRows; ++row)
-            loaded[row] = load_group(chunk, at(row), numel, aligned);
+            loaded[row] = load_group<kWhole>(chunk, at(row), numel, aligned);
 #pragma unroll
         for (int row = 0; row < kSquareRows; ++row)
 #pragma unroll
@@ -65,39 +68,54 @@ __device__ Partial reduce_block(const ReduceArgs& args, int64_t begin) {
     const bool aligned = is_aligned<kSquareGroup>(acc);
     double squares[kSquareGroup] = {};
     bool bad = false;
+    Vector<Acc, kSquareGroup> stored[kSquareRows] = {};
+    if (args.accumulate) {
+#pragma unroll
+        for (int row = 0; row < kSquareRows; ++row)
+            stored[row] = load_group<kWhole>(acc, at(row), numel, aligned);
+    }
 #pragma unroll
     for (int row = 0; row < kSquareRows; ++row) {
-        Vector<Acc, kSquareGroup> stored{};
-        if (args.accumulate) stored = load_group(acc, at(row), numel, aligned);
+        Acc* values = stored[row].values;
 #pragma unroll
         for (int k = 0; k < kSquareGroup; ++k) {
             const W value = wide[row][k] * static_cast<W>(args.scale);
-            stored.values[k] =
-                convert<Acc>(args.accumulate ? convert<W>(stored.values[k]) + value : value);
-            if (at(row) + k >= numel) stored.values[k] = Acc{};
-            const double x = convert<W>(stored.values[k]);
+            values[k] = convert<Acc>(args.accumulate ? convert<W>(values[k]) + value : value);
+            if (!kWhole && at(row) + k >= numel) values[k] = Acc{};
+            const double x = convert<W>(values[k]);
             bad |= !isfinite(x);
             squares[k] = row == 0 ? x * x : squares[k] + x * x;
         }
-        if (at(row) + kSquareGroup <= numel) {
-            store(acc + at(row), stored, aligned);
+        if (kWhole || at(row) + kSquareGroup <= numel) {
+            store(acc + at(row), stored[row], kWhole || aligned);
         } else {
 #pragma unroll
             for (int k = 0; k < kSquareGroup; ++k)
-                if (at(row) + k < numel) acc[at(row) + k] = stored.values[k];
+                if (at(row) + k < numel) acc[at(row) + k] = values[k];
         }
     }
     static_assert(kSquareGroup == 4);
     return {(squares[0] + squares[2]) + (squares[1] + squares[3]), bad};
 }
 
+// Blocks that a multiprocessor is to hold at a time, enough to keep its share of the memory's
+// bandwidth busy. fp64 takes twice the registers, and has twice the bytes under way.
+template <typename Acc>
+constexpr int kReduceBlocks = sizeof(Acc) == 8 ? 2 : 3;
+
 // partials: one for each block of kSquareBlock elements, or null.
 template <typename Acc, typename Chunk>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
     reduce_kernel(const __grid_constant__ ReduceArgs args, Partial* partials) {
     __shared__ double sums[kSquareColumns];
+    const bool aligned = is_aligned<kSquareGroup>(static_cast<const Acc*>(args.acc)) &&
+                         is_aligned<kSquareGroup>(static_cast<const Chunk*>(args.chunks)) &&
+                         (args.world_size == 1 || args.chunk_stride % kSquareGroup == 0);
     for (int64_t block = blockIdx.x; block * kSquareBlock < args.numel; block += gridDim.x) {
-        const Partial mine = reduce_block<Acc, Chunk>(args, block * kSquareBlock);
+        const int64_t begin = block * kSquareBlock;
+        const Partial mine = aligned && begin + kSquareBlock <= args.numel
+                                 ? reduce_block<true, Acc, Chunk>(args, begin)
+                                 : reduce_block<false, Acc, Chunk>(args, begin);
         if (partials == nullptr) continue;
         sums[threadIdx.x] = mine.sum;
         const bool bad = __syncthreads_or(mine.bad);

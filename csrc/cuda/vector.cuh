@@ -12,6 +12,13 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Vector {
     T values[kCount];
 };
 
+// What an aligned vector is stored in, by an intrinsic: an assignment is split into its elements'
+// wherever nvcc does not find them together again.
+template <int kBytes>
+using Word = std::conditional_t<
+    kBytes >= 16, uint4,
+    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
+
 template <int kCount, typename T>
 __device__ __forceinline__ bool is_aligned(const T* p) {
     return reinterpret_cast<uint64_t>(p) % alignof(Vector<T, kCount>) == 0;
@@ -29,7 +36,12 @@ __device__ __forceinline__ Vector<T, kCount> load(const T* p, bool aligned) {
 template <int kCount, typename T>
 __device__ __forceinline__ void store(T* p, const Vector<T, kCount>& v, bool aligned) {
     if (aligned) {
-        *reinterpret_cast<Vector<T, kCount>*>(p) = v;
+        using W = Word<sizeof(v)>;
+        W words[sizeof(v) / sizeof(W)];
+        memcpy(words, &v, sizeof(v));
+#pragma unroll
+        for (size_t i = 0; i < sizeof(v) / sizeof(W); ++i)
+            __stwb(reinterpret_cast<W*>(p) + i, words[i]);
         return;
     }
 #pragma unroll

@@ -1,0 +1,130 @@
+"""Nothing touches memory that another stream may still be using; see stream_model.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from ranks import run_ranks
+from steps import build, one_step
+from stream_model import Model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zshard
+from zshard import streams
+
+
+@contextmanager
+def modelled(options: dict[str, object]) -> Iterator[tuple[Model, nn.Module]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model = Model(monkeypatch)
+        trained = build(**options)
+        with model:
+            yield model, trained
+        model.end()
+
+
+def training(
+    rank: int, world_size: int, options: dict[str, object], replicas: int = 1
+) -> tuple[list[str], int]:
+    """Train for four steps, one of them in two parts; the races, and the accesses on lanes."""
+    if replicas > 1:
+        options = options | {"mesh": init_device_mesh("cpu", (replicas, world_size // replicas))}
+    with modelled(options) as (model, trained):
+        optimizer = zshard.AdamW(trained.parameters())
+        for step in range(4):
+            if step == 2:
+                with zshard.no_sync(trained):
+                    one_step(trained, rank, step)
+            one_step(trained, rank, step)
+            zshard.clip_grad_norm_(trained, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                trained(torch.zeros(1, 3))
+    return sorted(set(model.races)), model.on_lanes
+
+
+kOptions = {
+    "zero3": {},
+    "zero3, two units ahead": {"prefetch": 2},
+    "zero2": {"strategy": "zero2"},
+    "zero1": {"strategy": "zero1"},
+    "ddp": {"strategy": "ddp"},
+    "bf16": {"precision": zshard.Precision.bf16(reduce=torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("name", kOptions)
+def test_the_streams_of_a_step_are_in_order(name: str) -> None:
+    for races, on_lanes in run_ranks(training, 2, kOptions[name]):
+        assert races == []
+        assert on_lanes > 50
+
+
+def test_the_streams_are_in_order_with_replicas() -> None:
+    for races, _ in run_ranks(training, 4, {}, 2):
+        assert races == []
+
+
+def test_the_streams_are_in_order_on_one_rank() -> None:
+    assert training(0, 1, {})[0] == []
+
+
+def interrupted(rank: int, world_size: int, options: dict[str, object]) -> list[str]:
+    """What may come between the steps, and instead of them; the races."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    with modelled(options) as (model, trained):
+        optimizer = zshard.AdamW(trained.parameters())
+        for step in range(8):
+            trained.order = (0, 2) if step == 2 + rank else (0, 1, 2)
+            hook = trained.blocks[1].up.register_full_backward_hook(fail)
+            if step != 5:
+                hook.remove()
+            with pytest.raises(ValueError, match="user") if step == 5 else nullcontext():
+                one_step(trained, rank, step)
+            hook.remove()
+            if step == 5:
+                zshard.reset(trained)
+                continue
+            zshard.clip_grad_norm_(trained, 0.5, 2.0 if step else 3.0)
+            optimizer.step()
+            optimizer.step()  # while what the first has written may be under way
+            for shard in zshard.local_shards(trained).values() if step == 1 else ():
+                shard.mul_(0.5)
+            zshard.mark_updated(trained)
+            zshard.full_grad(trained, "inlet.weight")
+            with zshard.full_params(trained, write=step == 3):
+                for param in trained.parameters():
+                    param.detach().mul_(0.5)
+            optimizer.zero_grad()
+    return sorted(set(model.races))
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero2", "zero1", "ddp"])
+def test_the_streams_are_in_order_whatever_comes_between_steps(name: str) -> None:
+    assert run_ranks(interrupted, 2, kOptions[name]) == [[]] * 2
+
+
+def careless(rank: int, world_size: int, lost: str) -> list[str]:
+    """Train where a function of zshard.streams does nothing."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if lost == "compute_waits":
+            for module in ("comm", "flight"):
+                monkeypatch.setattr(f"zshard.{module}.compute_waits", lambda mark: None)
+        else:
+            on = lambda lane: torch.cuda.stream(lane.stream)  # noqa: E731
+            monkeypatch.setattr(streams.Lane, lost, on)
+        return training(rank, world_size, {})[0]
+
+
+@pytest.mark.parametrize("lost", ["compute_waits", "after_compute"])
+def test_a_wait_that_is_left_out_shows(lost: str) -> None:
+    for races in run_ranks(careless, 2, lost):
+        assert any("zshard::pack_" in race for race in races)
