@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zshard
+from zshard import groups
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -26,3 +27,9 @@ def build(**options: object) -> nn.Module:
     """Wrap the model, with the same values on every rank and in every call."""
     torch.manual_seed(0)
     return zshard.wrap(models.Blocks(), **options)
+
+
+def all_by_messages(rank: int) -> None:
+    """Have this process believe that every rank is on a host of its own, and every row large."""
+    groups._LARGE_BYTES = 1
+    groups._host = lambda: f"host {rank}"

@@ -10,13 +10,12 @@ import pytest
 import torch
 from models import Block
 from ranks import RankFailure, run_ranks
-from steps import batch, build, one_step
+from steps import all_by_messages, batch, build, one_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
-from zshard import groups
 from zshard.wrap import schedule_of
 
 kBlocks = 4
@@ -256,7 +255,7 @@ def test_after_an_exception_on_one_rank_all_are_told_and_go_on_as_if_it_had_not_
 
 def dies(rank: int, world_size: int, messages: bool) -> str:
     if messages:
-        groups._MESSAGE_BYTES = 1
+        all_by_messages(rank)
     model = build()
     one_step(model, rank, 0)
     if rank == 1:

@@ -6,11 +6,11 @@ import models
 import pytest
 import torch
 from ranks import run_ranks
+from steps import all_by_messages
 from test_steps_ddp import assert_ranks_hold_the_same_model, both_sides
 from training import Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
 
 import zshard
-from zshard import groups
 
 # A sum of three or four fp32 gradients in another order differs in its last bit or two (1e-7);
 # ten steps of AdamW, which divides by their root mean square, amplify that some tenfold.
@@ -90,7 +90,7 @@ def test_a_model_with_fewer_elements_than_ranks_trains() -> None:
 
 def by_messages(rank: int, world_size: int, name: str, strategy: str) -> tuple[Record, Record]:
     """As ``both_sides``, with every gather and exchange as messages."""
-    groups._MESSAGE_BYTES = 1
+    all_by_messages(rank)
     return both_sides(rank, world_size, name, {"strategy": strategy, "prefetch": 2}, False)
 
 

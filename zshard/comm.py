@@ -111,6 +111,9 @@ class Comm:
         self.gather_lane = Lane(device)
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
+        for over in self.axes:
+            with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):
+                over.find_hosts()
 
     @property
     def size(self) -> int:

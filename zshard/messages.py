@@ -1,10 +1,7 @@
 """Collectives over gloo made of messages: every row goes straight to the rank that needs it.
 
-[Note: why not gloo's own collectives]
-gloo's all-gather passes rows around a ring, a small piece at a time, and took four times as long on
-one host for tens of megabytes. Its all-to-all moved half as many bytes a second over a 1 Gbit/s
-link, where it sends and receives in turn. Messages that are all posted at once keep both directions
-of every connection busy, and no thread of gloo's pool waits for them.
+All of them are posted at once, so that both directions of every connection are busy, and no thread
+waits for them; [Note: the ways of gloo] in groups.py says when that is the fastest way.
 """
 
 from __future__ import annotations
