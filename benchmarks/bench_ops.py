@@ -44,7 +44,9 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     ]
     found += [cast_case(n, a, b) for a, b in ((_FP32, _BF16), (_BF16, _FP32)) for n in dense]
     found += [reduce_case(name, dtype, ranks) for dtype in (_BF16, _FP32) for name in big]
-    found += [adamw_case(name, stream=stream) for name in updated]
+    found += [adamw_case(name, stream=stream, apart=name == "odd") for name in updated]
+    found.append(adamw_case("1,000 small", stream=stream, apart=True))
+    found += [adamw_case(name, stream=stream, grad=_BF16) for name in phased]
     found += [
         phase_case(name, grad, norm=norm)
         for norm in (False, True)

@@ -135,6 +135,14 @@ class _State:
             found_inf=self.found,
         )
 
+    def torch_passes(self) -> None:
+        """The update, with what torch needs around it where gradients and a copy are bf16."""
+        if self.wide is not self.views.grads:
+            torch._foreach_copy_(self.wide, self.views.grads)
+        self.torch_step()
+        if self.sends:
+            torch._foreach_copy_(self.views.sends, self.views.masters)
+
     def torch_phase(self) -> None:
         if self.wide is not self.views.grads:
             torch._foreach_copy_(self.wide, self.views.grads)
@@ -211,26 +219,34 @@ def _check(state: _State) -> None:
     state.inverse_scale.fill_(1.0)
 
 
-def adamw_case(workload: str, *, stream: Stream | None) -> Case:
-    """The update alone, fp32 gradients: adamw_ against torch's fused AdamW and the bare pattern."""
+def adamw_case(
+    workload: str, *, stream: Stream | None, grad: torch.dtype = torch.float32, apart: bool = False
+) -> Case:
+    """The update alone: adamw_ against torch's fused AdamW and the bare pattern.
+
+    Args:
+        grad: of the gradients; if bf16, a bf16 copy is written too, which takes torch three passes.
+        apart: every tensor is a shard of its own, instead of lying in one as zshard lays them.
+    """
     numel = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload])
-    each = workload in ("1,000 small", "odd")
+    low = grad != torch.float32
+    nbytes = numel * (26 + grad.itemsize) if low else 28 * numel
 
     def build(device: torch.device, sets: int) -> list[Side]:
-        states = [
-            _State(workload, torch.float32, device, send=False, each=each) for _ in range(sets)
-        ]
+        states = [_State(workload, grad, device, send=low, each=apart) for _ in range(sets)]
         _check(states[0])
+        theirs = "cast, fused AdamW, cast" if low else "torch fused AdamW"
         sides = [
-            Side("adamw_", lambda i: states[i].zshard_step(), nbytes=28 * numel),
-            Side("torch fused AdamW", lambda i: states[i].torch_step(), nbytes=28 * numel),
+            Side("adamw_", lambda i: states[i].zshard_step(), nbytes=nbytes),
+            Side(theirs, lambda i: states[i].torch_passes(), nbytes=nbytes),
         ]
-        if stream is not None and device.type == "cpu" and not each:
+        if stream is not None and device.type == "cpu" and not (apart or low):
             operands = [torch.randn(numel) for _ in range(4)]
             sides.append(Side("4 reads, 3 writes", lambda i: stream(*operands), nbytes=28 * numel))
         return sides
 
-    return Case(f"adamw fp32 {workload}", 28 * numel, build)
+    name = f"adamw {_NAMES[grad]} grads {workload}{' apart' if apart else ''}"
+    return Case(name, nbytes, build)
 
 
 def phase_case(workload: str, grad: torch.dtype, *, norm: bool) -> Case:
