@@ -37,7 +37,11 @@ inline int64_t to_next_line(const void* p) {
 // loops here 1.1 to 1.9 times faster on arrays larger than the cache (Sapphire Rapids). AMD's do
 // not, and there it made AdamW 1.18 times slower (Zen 4).
 inline constexpr int64_t kPrefetchBytes = 2048;
+#ifdef __x86_64__
 extern const bool prefetches;
+#else
+inline constexpr bool prefetches = false;  // not measured
+#endif
 
 // Asks for the lines in which elements [0, kCount) from kPrefetchBytes behind p on lie.
 template <int64_t kCount, typename T>

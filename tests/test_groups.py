@@ -1,0 +1,53 @@
+"""Which way gloo moves large rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from steps import all_by_messages, build, one_step
+
+import zshard
+from zshard.messages import Messenger
+
+
+def ways(rank: int, world_size: int, strategy: str, hosts: int) -> Counter[str]:
+    """How the second step moved its rows, every one of them large, on so many hosts."""
+    all_by_messages(rank % hosts)
+    used: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (dist, "broadcast"),
+            (dist, "all_to_all_single"),
+            (Messenger, "all_gather"),
+            (Messenger, "all_to_all"),
+        ):
+            real, label = getattr(owner, name), f"{owner.__name__.rpartition('.')[2]}.{name}"
+
+            def counted(*args, real=real, label=label, **kwargs):  # type: ignore[no-untyped-def]
+                used[label] += not kwargs.get("group") or bool(kwargs.get("async_op"))
+                return real(*args, **kwargs)
+
+            patch.setattr(owner, name, counted)
+        model = build(strategy=strategy)
+        optimizer = zshard.AdamW(model.parameters())
+        for step in range(2):
+            used.clear()
+            one_step(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return +used
+
+
+def test_ranks_of_one_host_broadcast_and_those_of_several_send_messages() -> None:
+    for used in run_ranks(ways, 2, "zero3", 1):
+        assert set(used) == {"distributed.broadcast", "distributed.all_to_all_single"}
+    for used in run_ranks(ways, 2, "zero3", 2):
+        assert set(used) == {"Messenger.all_gather", "Messenger.all_to_all"}
+
+
+def test_what_is_gathered_after_a_step_is_left_to_gloo_on_several_hosts_too() -> None:
+    for used in run_ranks(ways, 2, "zero2", 2):
+        assert set(used) == {"distributed.broadcast", "Messenger.all_to_all"}
