@@ -3,9 +3,11 @@
 ``model = zshard.wrap(model)`` shards parameters, gradients and optimizer states over the ranks.
 """
 
+from .checkpoint import Loaded, SaveHandle, latest, load, save
 from .clip import clip_grad_norm_
 from .comm import CommStats
 from .errors import (
+    CheckpointError,
     CommError,
     Error,
     InputError,
@@ -26,14 +28,17 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "CheckpointError",
     "CommError",
     "CommStats",
     "Error",
     "GradScaler",
     "InputError",
+    "Loaded",
     "MismatchError",
     "OptimizerError",
     "Precision",
+    "SaveHandle",
     "ShardedAccessError",
     "StateError",
     "WrapError",
@@ -41,12 +46,15 @@ __all__ = [
     "full_grad",
     "full_param",
     "full_params",
+    "latest",
+    "load",
     "local_shards",
     "mark_updated",
     "memory",
     "method",
     "no_sync",
     "reset",
+    "save",
     "stats",
     "trace",
     "wrap",

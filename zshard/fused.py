@@ -55,7 +55,7 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._build()
+        self.lay_out()
         self._refuse_other_models()
         for kind in self._batches:
             if kind.schedule is not None:
@@ -90,7 +90,7 @@ class FusedOptimizer(Optimizer):
         self._launch(batch, None if all(active) else batch.active, grad_scale)
         batch.written()
 
-    def _build(self) -> None:
+    def lay_out(self) -> None:
         """Lay out batches and states anew, if the parameters are not those of last time."""
         params = [p for group in self.param_groups for p in group["params"]]
         names = self._state_names()
@@ -132,7 +132,7 @@ class FusedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: of each parameter, this rank's slices of the states, 1-D fp32."""
-        self._build()
+        self.lay_out()
         return super().state_dict()
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class FusedOptimizer(Optimizer):
         Raises:
             OptimizerError: if it is of other parameters, or of another number of ranks.
         """
-        self._build()
+        self.lay_out()
         params = [p for group in self.param_groups for p in group["params"]]
         count = sum(len(group["params"]) for group in state_dict["param_groups"])
         if count != len(params):
@@ -153,7 +153,7 @@ class FusedOptimizer(Optimizer):
         self._check_state(saved)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._built_for = []
-        self._build()
+        self.lay_out()
         self._restore(list(saved.items()))
 
     def _check_state(self, saved: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:

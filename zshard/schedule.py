@@ -59,6 +59,7 @@ class Schedule:
     ) -> None:
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
         self.precision, self.root = precision, units[0]
+        self.device = device
         self.reducer = Reducer(units, comm, pool, device)
         self.buffers = Buffers(model, comm)
         self.structure = Structure(model)

@@ -1,0 +1,11 @@
+"""Checkpoints: sharded, without pickle, whole or absent, and loadable by any number of ranks.
+
+A reader follows a save through ``save``, ``saving`` and ``manifest``, and a load through ``load``
+and ``loading``. ``files`` is the only module that touches a file system.
+"""
+
+from .catalogue import latest
+from .load import Loaded, load
+from .save import SaveHandle, save
+
+__all__ = ["Loaded", "SaveHandle", "latest", "load", "save"]
