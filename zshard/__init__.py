@@ -3,7 +3,7 @@
 ``model = zshard.wrap(model)`` shards parameters, gradients and optimizer states over the ranks.
 """
 
-from .checkpoint import Loaded, SaveHandle, latest, load, save
+from .checkpoint import Loaded, SaveHandle, export, latest, load, load_weights, save
 from .clip import clip_grad_norm_
 from .comm import CommStats
 from .errors import (
@@ -43,11 +43,13 @@ __all__ = [
     "StateError",
     "WrapError",
     "clip_grad_norm_",
+    "export",
     "full_grad",
     "full_param",
     "full_params",
     "latest",
     "load",
+    "load_weights",
     "local_shards",
     "mark_updated",
     "memory",

@@ -42,6 +42,11 @@ def absolute(path: object) -> str:
     return found
 
 
+def shown(path: object) -> str:
+    """The path as errors tell it, and as ranks compare it."""
+    return os.path.abspath(path) if isinstance(path, str | os.PathLike) else repr(path)
+
+
 def replaced(target: str) -> str:
     """Where the checkpoint at ``target`` is while another takes its place."""
     folder, name = os.path.split(target)
@@ -86,7 +91,8 @@ def whole(folder: str) -> list[tuple[str, Manifest]]:
             check_files(manifest, place)
         except CheckpointError:
             continue
-        found.append((target, manifest))
+        if not manifest.exported:
+            found.append((target, manifest))
     return sorted(found, key=lambda item: (item[1].sequence, item[1].saved))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..schedule import Schedule
 from ..wrap import schedule_of
 from . import catalogue
 from .held import HeldWhole
@@ -67,7 +69,7 @@ def load(
     """
     schedule = schedule_of(model)
     settle(schedule)
-    label = os.path.abspath(os.fspath(path)) if isinstance(path, str | os.PathLike) else repr(path)
+    label = catalogue.shown(path)
     schedule.begin_call(f"load({label})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
     found: list[tuple[str, Manifest]] = []
@@ -92,11 +94,7 @@ def load(
         if optimizer is not None:
             states = match_optimizer(saved, optimizer, inventory)
             match.merge(states.match)
-        if schedule.unusable:  # whatever is missing would have no values
-            match.problems += [
-                f"{name}: missing, and it has no values yet" for name in match.missing
-            ]
-        match.refuse(label, strict=strict)
+        match.refuse(label, strict=strict, has_values=not schedule.unusable)
         states_of = saved.tensors.get("rng", {})
         if rng and len(states_of) != peers.size:
             raise CheckpointError(
@@ -107,7 +105,6 @@ def load(
 
     peers.together(compare)
     match, states = work[0]
-    schedule.unusable = f"a load of {label} failed halfway; load a checkpoint that is whole"
 
     def take() -> None:
         pairs = list(match.pairs)
@@ -115,18 +112,28 @@ def load(
             generators = torch.empty(NBYTES, dtype=torch.uint8)
             key = f"rank-{peers.rank:05d}"
             pairs.append((key, saved.tensors["rng"][key], HeldWhole(generators, saves=False)))
-        flats = [flat for unit in schedule.units for flat in unit.flats]
-        for flat in flats:
-            flat.before_write()
         fill(place, pairs, saved.seed)
-        for flat in flats:
-            flat.updated(send_written=False)
         if states is not None:
             states.finish()
         set_extra_state(model, saved.extra_state)
         if rng:
             set_random_state(generators, schedule.device)
 
-    peers.together(take)
-    schedule.unusable = ""
+    change(schedule, peers, take)
     return Loaded(saved.extra, match.missing, match.unexpected)
+
+
+def change(schedule: Schedule, peers: Peers, take: Callable[[], None]) -> None:
+    """Give the masters new values by ``take``; if it fails, on any rank, the model is unusable."""
+    schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
+    flats = [flat for unit in schedule.units for flat in unit.flats]
+
+    def taken() -> None:
+        for flat in flats:
+            flat.before_write()
+        take()
+        for flat in flats:
+            flat.updated(send_written=False)
+
+    peers.together(taken)
+    schedule.unusable = ""

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from .files import File
 from .held import Held, bytes_of, in_file_order, places, positions
 from .inventory import Inventory
-from .manifest import Stored
+from .manifest import Chunk, Stored
 
 
 @dataclass
@@ -49,20 +49,24 @@ class Match:
         self.unexpected += other.unexpected
         self.problems += other.problems
 
-    def refuse(self, where: str, *, strict: bool) -> None:
+    def refuse(self, where: str, *, strict: bool, has_values: bool) -> None:
         """Refuse what does not fit.
+
+        Args:
+            has_values: whether what is missing may stay as it is.
 
         Raises:
             CheckpointError: listing all of it.
         """
         lines = list(self.problems)
+        if strict or not has_values:
+            lines += [f"{name}: missing there" for name in self.missing]
         if strict:
-            lines += [f"{name}: missing in the checkpoint" for name in self.missing]
-            lines += [f"{name}: unexpected, not in the model" for name in self.unexpected]
+            lines += [f"{name}: not in the model" for name in self.unexpected]
         if lines:
             remedy = " (strict=False allows what is missing or unexpected)" if strict else ""
             raise CheckpointError(
-                f"{where} does not fit the model; nothing was loaded{remedy}:\n  "
+                f"{where} does not fit the model, and nothing was loaded{remedy}:\n  "
                 + "\n  ".join(lines)
             )
 
@@ -94,6 +98,8 @@ def match_model(
         if not there:
             match.missing.append(name)
             continue
+        if len(there) > 1 and not cast:
+            match.problems.append(f"{name}: one tensor in the model, and several there: {there}")
         key = next(aliases.get(n, n) for n in names if aliases.get(n, n) in stored)
         master = inventory.masters.get(name)
         of_master = masters.get(key)
@@ -151,6 +157,8 @@ class _Reader:
             begin, end = max(chunk.begin, held.here.begin), min(chunk.end, held.here.end)
             if begin >= end:
                 continue
+            if self._seed is None:  # nothing to check: no need to read more
+                chunk = Chunk(begin, end, 0)
             whole = (begin, end) == (chunk.begin, chunk.end)
             if memory is not None and whole and self._straight:
                 into = memory[begin - held.here.begin : end - held.here.begin]

@@ -22,7 +22,7 @@ import torch
 
 from ..errors import CheckpointError
 from .files import File, read_whole
-from .tensorfile import CODES, DTYPES
+from .tensorfile import DTYPES
 
 NAME = "checkpoint.json"
 FORMAT = 1
@@ -108,6 +108,7 @@ class Manifest:
         buffers: those names among the model's tensors that are buffers.
         tensors: "model", "master", "optimizer", "rng" -> name -> tensor. "master" has the values of
             parameters whose own dtype is not the master's, in the master's.
+        exported: by ``zshard.export``: weights for others, not a checkpoint to go on from.
     """
 
     id: str
@@ -121,6 +122,7 @@ class Manifest:
     extra_state: dict[str, Json] = field(default_factory=dict)
     optimizer: OptimizerRecord | None = None
     extra: Json = None
+    exported: bool = False
 
     @property
     def seed(self) -> int:
@@ -231,8 +233,3 @@ def _some_tensors(manifest: Manifest, file: str) -> str:
     if not names:
         return "no tensor"
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if names[3:] else "")
-
-
-def code_of(dtype: torch.dtype) -> str:
-    """A dtype as safetensors calls it."""
-    return CODES[dtype]

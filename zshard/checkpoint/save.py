@@ -10,10 +10,16 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
+from ..errors import InputError
 from ..schedule import Schedule
 from ..wrap import schedule_of
+from . import catalogue
+from .held import HeldWhole
+from .inventory import as_json
+from .optimizer_state import optimizer_inventory
 from .peers import Background, Peers
-from .saving import Job, take_stock
+from .rng import random_state
+from .saving import Job, Stock, agree_on, stock_of_model
 
 _PENDING: WeakKeyDictionary[Schedule, SaveHandle] = WeakKeyDictionary()
 
@@ -118,11 +124,27 @@ def save(
     """
     schedule = schedule_of(model)
     settle(schedule)
-    what = f"save({os.path.abspath(os.fspath(path))})" if _is_path(path) else f"save({path!r})"
+    what = f"save({catalogue.shown(path)})"
     schedule.begin_call(what)
     peers = Background(schedule.comm, what) if asynchronous else Peers(schedule.comm, what)
-    stock = take_stock(peers, schedule, path, optimizer, extra, keep, rng=rng)
-    job = Job(peers, stock)
+
+    def take() -> Stock:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
+        stock, found = stock_of_model(schedule, path)
+        stock.keep, stock.extra = keep, as_json(extra, "extra")
+        if optimizer is not None:
+            state = optimizer_inventory(optimizer, found.names, first=peers.rank == 0)
+            stock.tensors["optimizer"], stock.optimizer = state.tensors, state.record
+        if rng:
+            own = random_state(schedule.device)
+            stock.tensors["rng"] = {
+                f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.rank)
+                for rank in range(peers.size)
+            }
+        return stock
+
+    job = Job(peers, agree_on(peers, take))
     if not isinstance(peers, Background):
         job.run()
         return None
@@ -140,7 +162,3 @@ def settle(schedule: Schedule) -> None:
     handle = _PENDING.pop(schedule, None)
     if handle is not None:
         handle.wait()
-
-
-def _is_path(path: object) -> bool:
-    return isinstance(path, str | os.PathLike)

@@ -13,26 +13,23 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
-from ..errors import CheckpointError, InputError, MismatchError
+from ..errors import CheckpointError, MismatchError
 from ..schedule import Schedule
 from . import catalogue, files
 from .files import File
-from .held import Held, HeldWhole, Snapshot, bytes_of, in_file_order, positions
-from .inventory import check_json, inventory_of
+from .held import Held, Snapshot, bytes_of, in_file_order, positions
+from .inventory import Inventory, inventory_of
 from .loading import runs
 from .manifest import CHUNK_BYTES, NAME, Chunk, DataFile, Json, Manifest, OptimizerRecord, Stored
-from .optimizer_state import optimizer_inventory
 from .peers import Peers
-from .rng import random_state
 from .tensorfile import CODES, Planned, Slab, index_of, plan_files
 
 FILE_BYTES = 5 * 10**9  # of tensors a file, as Hugging Face's tools have it
@@ -45,18 +42,21 @@ class Stock:
     Attributes:
         id: of the save.
         tensors: kind ("model", "master", "optimizer", "rng") -> name -> tensor.
+        exported: see ``Manifest``.
+        texts: further files, by name.
     """
 
     id: str
     target: str
-    keep: int | None
-    extra: Json
     tensors: dict[str, dict[str, Held]]
     aliases: dict[str, str]
     buffers: list[str]
     extra_state: dict[str, Json]
-    optimizer: OptimizerRecord | None
-    texts: dict[str, bytes] = field(default_factory=dict)  # further files
+    optimizer: OptimizerRecord | None = None
+    extra: Json = None
+    keep: int | None = None
+    exported: bool = False
+    texts: dict[str, bytes] = field(default_factory=dict)
 
     def digest(self) -> int:
         """Of what has to be the same on every rank."""
@@ -66,77 +66,46 @@ class Stock:
             for name, held in of_kind.items()
         ]
         record = None if self.optimizer is None else asdict(self.optimizer)
-        return zlib.crc32(json.dumps([tensors, record, self.extra, self.keep]).encode())
+        texts = {name: zlib.crc32(text) for name, text in self.texts.items()}
+        facts = [tensors, record, self.extra, self.keep, texts]
+        return zlib.crc32(json.dumps(facts).encode())
 
 
-def take_stock(
-    peers: Peers,
-    schedule: Schedule,
-    path: str | os.PathLike[str],
-    optimizer: Optimizer | None,
-    extra: object,
-    keep: int | None,
-    *,
-    rng: bool,
-) -> Stock:
-    """Find what is to be saved, and make sure that all ranks are to save the same.
+def agree_on(peers: Peers, take: Callable[[], Stock]) -> Stock:
+    """Take stock on every rank, and make sure that all are to save the same.
 
     Raises:
-        InputError, OptimizerError, MismatchError: as ``save`` says.
+        Error: what ``take`` raised on any rank.
+        MismatchError: if the ranks are to save different things.
     """
     stock: list[Stock] = []
 
-    def take() -> tuple[str, int]:
-        stock.append(_take(peers, schedule, path, optimizer, extra, keep, rng=rng))
+    def described() -> tuple[str, int]:
+        stock.append(take())
         return stock[0].id, stock[0].digest()
 
-    outcomes = peers.together(take)
+    outcomes = peers.together(described)
     if differing := [r for r, (_, digest) in enumerate(outcomes) if digest != outcomes[0][1]]:
         raise MismatchError(
-            f"zshard.save: ranks {differing} were given another extra, keep, rng or optimizer than "
-            "rank 0. Pass the same on every rank; what differs, such as a loss, gather first "
-            "(torch.distributed.all_gather_object)."
+            f"{peers.what}: ranks {differing} were given other arguments, or another state of the "
+            "optimizer, than rank 0. Pass the same on every rank; what differs, such as a loss, "
+            "gather first (torch.distributed.all_gather_object)."
         )
     return replace(stock[0], id=outcomes[0][0])
 
 
-def _take(
-    peers: Peers,
-    schedule: Schedule,
-    path: str | os.PathLike[str],
-    optimizer: Optimizer | None,
-    extra: object,
-    keep: int | None,
-    *,
-    rng: bool,
-) -> Stock:
-    target = catalogue.absolute(path)
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
-    check_json(extra, "extra")
+def stock_of_model(schedule: Schedule, path: object) -> tuple[Stock, Inventory]:
+    """The parameters and buffers of a wrapped model, to be saved at ``path``."""
     found = inventory_of(schedule)
-    tensors = {"model": found.parameters | found.buffers, "master": found.masters}
-    record = None
-    if optimizer is not None:
-        state = optimizer_inventory(optimizer, found.names, first=peers.rank == 0)
-        tensors["optimizer"], record = state.tensors, state.record
-    if rng:
-        own = random_state(schedule.device)
-        tensors["rng"] = {
-            f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.rank)
-            for rank in range(peers.size)
-        }
-    return Stock(
-        secrets.token_hex(16),
-        target,
-        keep,
-        extra,  # type: ignore[arg-type]
-        tensors,
-        found.aliases,
-        list(found.buffers),
-        found.extra_state,
-        record,
+    stock = Stock(
+        id=secrets.token_hex(16),
+        target=catalogue.absolute(path),
+        tensors={"model": found.parameters | found.buffers, "master": found.masters},
+        aliases=found.aliases,
+        buffers=list(found.buffers),
+        extra_state=found.extra_state,
     )
+    return stock, found
 
 
 class Task(NamedTuple):
@@ -282,6 +251,7 @@ class Job:
             extra_state=stock.extra_state,
             optimizer=stock.optimizer,
             extra=stock.extra,
+            exported=stock.exported,
         )
         files.write_whole(os.path.join(self._place, NAME), manifest.encode())
         files.sync_folder(self._place)
