@@ -21,7 +21,7 @@ from .manifest import Json, Manifest, check_files, read_manifest
 from .optimizer_restore import OptimizerMatch, match_optimizer
 from .peers import Peers
 from .rng import NBYTES, set_random_state
-from .save import settle
+from .save import begin
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,8 @@ def load(
         StateError: inside a forward or backward.
     """
     schedule = schedule_of(model)
-    settle(schedule)
     label = catalogue.shown(path)
-    schedule.begin_call(f"load({label})", unusable_ok=True)
+    begin(schedule, f"load({label})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
     found: list[tuple[str, Manifest]] = []
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import InputError
+from ..errors import InputError, StateError
 from ..schedule import Schedule
 from ..wrap import schedule_of
 from . import catalogue
@@ -123,9 +123,8 @@ def save(
         StateError: inside a forward or backward; for a model without values.
     """
     schedule = schedule_of(model)
-    settle(schedule)
     what = f"save({catalogue.shown(path)})"
-    schedule.begin_call(what)
+    begin(schedule, what)
     peers = Background(schedule.comm, what) if asynchronous else Peers(schedule.comm, what)
 
     def take() -> Stock:
@@ -153,12 +152,17 @@ def save(
     return handle
 
 
-def settle(schedule: Schedule) -> None:
-    """Wait for the model's asynchronous save, if there is one.
+def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
+    """Meet the other ranks for ``what``, after an asynchronous save that is under way.
 
     Raises:
-        Error: if it failed, on every rank.
+        Error: on every rank, if that save failed.
+        MismatchError: on every rank, if the ranks are about to do different things.
+        StateError: inside a forward, a backward or full_params; for a model without values.
     """
     handle = _PENDING.pop(schedule, None)
     if handle is not None:
         handle.wait()
+    if schedule.whole:
+        raise StateError(f"{what} inside zshard.full_params, whose changes are not taken in yet")
+    schedule.begin_call(what, unusable_ok=unusable_ok)

@@ -19,7 +19,7 @@ from .load import Loaded, change
 from .loading import Match, fill, match_model
 from .manifest import CHUNK_BYTES, Stored
 from .peers import Peers
-from .save import settle
+from .save import begin
 from .saving import Job, Stock, agree_on, stock_of_model
 from .tensorfile import CODES, Slab, read_header
 
@@ -54,9 +54,8 @@ def load_weights(
         StateError: inside a forward or backward.
     """
     schedule = schedule_of(model)
-    settle(schedule)
     label = catalogue.shown(path)
-    schedule.begin_call(f"load_weights({label})", unusable_ok=True)
+    begin(schedule, f"load_weights({label})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load_weights({label})")
     work: list[tuple[str, Match]] = []
 
@@ -151,9 +150,8 @@ def export(
         CheckpointError, MismatchError, CommError, StateError: as for ``save``.
     """
     schedule = schedule_of(model)
-    settle(schedule)
     what = f"export({catalogue.shown(path)})"
-    schedule.begin_call(what)
+    begin(schedule, what)
     peers = Peers(schedule.comm, what)
 
     def take() -> Stock:
