@@ -220,3 +220,38 @@ def on_meta(rank: int, size: int, folder: str) -> None:
 
 def test_a_model_on_the_meta_device_gets_its_values(tmp_path: Path) -> None:
     run_ranks(on_meta, 2, str(tmp_path))
+
+
+def replicated(rank: int, size: int, folder: str) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    seen: list[list[float]] = []
+    for seed in (1, 2):
+        model = build(seed, mesh=mesh)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.05)
+        train(model, optimizer, rank, range(2))
+        if seed == 1:
+            handle = zshard.save(f"{folder}/a", model, optimizer, asynchronous=True)
+        else:
+            handle.wait()
+            zshard.load(f"{folder}/a", model, optimizer)
+        seen.append(train(model, optimizer, rank, range(2, 4)))
+    zshard.load(f"{folder}/a", model, optimizer)
+    zshard.save(f"{folder}/again", model, optimizer)
+    assert seen[0] == seen[1]
+    return seen[0]
+
+
+def alone(rank: int, size: int, folder: str) -> None:
+    model = build(3)
+    optimizer = zshard.AdamW(model.parameters())
+    zshard.load(f"{folder}/a", model, optimizer)
+    zshard.save(f"{folder}/alone", model, optimizer)
+
+
+def test_replicas_share_the_writing_and_all_load(tmp_path: Path) -> None:
+    run_ranks(replicated, 4, str(tmp_path))
+    run_ranks(alone, 1, str(tmp_path))
+    assert_same(content(tmp_path / "again"), content(tmp_path / "a"), "again")
+    assert_same(content(tmp_path / "alone"), content(tmp_path / "a"), "alone")

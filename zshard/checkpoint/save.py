@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import Future
 from typing import Literal, overload
@@ -148,8 +149,17 @@ def save(
         job.run()
         return None
     peers.together(job.take_snapshot)
-    handle = _PENDING[schedule] = SaveHandle(job, peers.thread.submit(job.run))
+    handle = _PENDING[schedule] = SaveHandle(job, peers.thread.submit(_run, job))
     return handle
+
+
+def _run(job: Job) -> None:
+    """Run in the background; a failure is told at once, as nobody may ever ask for it."""
+    try:
+        job.run()
+    except Exception as error:
+        logging.getLogger("zshard").error("the asynchronous save failed: %s", error)
+        raise
 
 
 def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
