@@ -24,6 +24,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from command import LOOK, check, make_parser, positive, write
 from contestants import MAKERS, Contestant
 from environment import describe, headline
 from protocol import NULL, Effort, Result, table
@@ -34,7 +35,6 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import zshard
-from command import LOOK, check, make_parser, positive, write
 from zshard.gpt import SIZES
 
 _PIECE = 1 << 22  # bytes of one write or read of the plain copy
@@ -47,7 +47,8 @@ class Way(NamedTuple):
     name: str
     save: Callable[[str], object]
     load: Callable[[str], object]
-    begin: Callable[[str], object] | None  # an asynchronous save, up to where training goes on
+    # An asynchronous save, up to where training goes on; returns what waits for its end.
+    begin: Callable[[str], Callable[[], object]] | None
 
 
 def _zshard(contestant: Contestant) -> Way:
@@ -161,7 +162,7 @@ def _clear(folder: str) -> None:
 def _measure(
     case: str,
     ways: Sequence[Way],
-    run: Callable[[Way], Callable[[], object]],  # what to time, made ready
+    run: Callable[[Way], object],
     after: Callable[[Way], object],
     nbytes: int,
     effort: Effort,
@@ -173,10 +174,9 @@ def _measure(
     for number in range(effort.warmups + effort.rounds):
         shuffler.shuffle(order)
         for name, way in order:
-            work = run(way)
             dist.barrier()
             start = time.perf_counter()
-            work()
+            run(way)
             taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             if number >= effort.warmups:
@@ -187,9 +187,54 @@ def _measure(
     return Result(case, seconds, again, dict.fromkeys(seconds, nbytes))
 
 
+def measure_size(size: str, root: str, effort: Effort, progress: tqdm[None]) -> list[Result]:
+    """Check and time all ways on one model."""
+    setting = Setting(size, 128, "fp32", torch.device("cpu"))
+    contestants = MAKERS["zshard"](setting), MAKERS["fsdp2"](setting)
+    for contestant in contestants:  # so that there are states
+        contestant.step(*setting.batches(dist.get_rank())[0])
+    nbytes = 12 * sum(p.numel() for p in setting.build().parameters())
+    ours, theirs, _ = ways = (
+        _zshard(contestants[0]),
+        _dcp(contestants[1]),
+        _copy(nbytes // dist.get_world_size()),
+    )
+    folder = os.path.join(root, size)
+    for way, contestant in zip((ours, theirs), contestants, strict=True):
+        check_way(way, contestant, folder)
+    pending: list[Callable[[], object]] = []
+
+    def begin(way: Way) -> None:
+        assert way.begin is not None
+        pending.append(way.begin(folder))
+
+    def end(way: Way) -> None:
+        pending.pop()()
+        _clear(folder)
+
+    def measure(
+        case: str,
+        those: Sequence[Way],
+        run: Callable[[Way], object],
+        after: Callable[[Way], object] = lambda way: None,
+    ) -> Result:
+        return _measure(f"{case} {size}", those, run, after, nbytes, effort, progress)
+
+    results = [
+        measure("save", ways, lambda way: way.save(folder), lambda way: _clear(folder)),
+        measure("asynchronous save, until training goes on,", (ours, theirs), begin, end),
+    ]
+    for way in ways:
+        way.save(f"{folder}-{way.name}")
+    results.append(measure("load", ways, lambda way: way.load(f"{folder}-{way.name}")))
+    for way in ways:
+        _clear(f"{folder}-{way.name}")
+    return results
+
+
 def rank_main(sizes: list[str], root: str, effort: Effort) -> dict[str, object]:
     """Body of a rank: every model in turn."""
-    results = []
+    results: list[Result] = []
     progress = tqdm(
         total=3 * len(sizes) * (effort.warmups + effort.rounds),
         unit="round",
@@ -197,49 +242,7 @@ def rank_main(sizes: list[str], root: str, effort: Effort) -> dict[str, object]:
     )
     for size in sizes:
         progress.set_postfix_str(size)
-        setting = Setting(size, 128, "fp32", torch.device("cpu"))
-        ours, theirs = MAKERS["zshard"](setting), MAKERS["fsdp2"](setting)
-        for contestant in (ours, theirs):  # so that there are states
-            contestant.step(*setting.batches(dist.get_rank())[0])
-        nbytes = 12 * sum(p.numel() for p in setting.build().parameters())
-        ways = [_zshard(ours), _dcp(theirs), _copy(nbytes // dist.get_world_size())]
-        folder = os.path.join(root, size)
-        for way, contestant in zip(ways, (ours, theirs), strict=False):
-            check_way(way, contestant, folder)
-
-        def saved(way: Way, folder: str = folder) -> Callable[[], object]:
-            return lambda: way.save(folder)
-
-        def cleared(way: Way, folder: str = folder) -> None:
-            _clear(folder)
-
-        results.append(_measure(f"save {size}", ways, saved, cleared, nbytes, effort, progress))
-
-        pending: list[Callable[[], object]] = []
-
-        def begun(way: Way, folder: str = folder) -> Callable[[], object]:
-            assert way.begin is not None
-            begin = way.begin
-            return lambda: pending.append(cast("Callable[[], object]", begin(folder)))
-
-        def ended(way: Way, folder: str = folder) -> None:
-            pending.pop()()
-            _clear(folder)
-
-        case = f"until training goes on, asynchronous save {size}"
-        results.append(_measure(case, ways[:2], begun, ended, nbytes, effort, progress))
-
-        for way in ways:
-            way.save(f"{folder}-{way.name}")
-
-        def loaded(way: Way, folder: str = folder) -> Callable[[], object]:
-            return lambda: way.load(f"{folder}-{way.name}")
-
-        results.append(
-            _measure(f"load {size}", ways, loaded, lambda way: None, nbytes, effort, progress)
-        )
-        for way in ways:
-            _clear(f"{folder}-{way.name}")
+        results += measure_size(size, root, effort, progress)
     progress.close()
     return {"results": [asdict(result) for result in results]}
 

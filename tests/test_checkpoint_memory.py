@@ -67,7 +67,7 @@ def peaks(
 def test_beside_its_shard_a_rank_holds_a_chunk_and_little_more(
     tmp_path: Path, dtype: torch.dtype, precision: zshard.Precision
 ) -> None:
-    # A chunk as it is read, the same in another dtype, and what the allocator rounds up.
-    most = 3 * manifest.CHUNK_BYTES + 2 * kMiB
+    # A chunk as it is read, the same in two other dtypes, and what allocators keep.
+    most = 4 * manifest.CHUNK_BYTES + 2 * kMiB
     for found in run_ranks(peaks, 2, str(tmp_path), dtype, precision):
         assert max(found) < most, [f"{n / kMiB:.1f} MiB" for n in found]
