@@ -19,6 +19,7 @@ from .optim import SGD, Adam, AdamW
 from .precision import Precision
 from .scaler import GradScaler
 from .session import memory, method, no_sync, reset, stats, trace
+from .state import state_dict
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
 from .wrap import wrap
 
@@ -47,6 +48,7 @@ __all__ = [
     "method",
     "no_sync",
     "reset",
+    "state_dict",
     "stats",
     "trace",
     "wrap",
