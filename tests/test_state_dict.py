@@ -166,8 +166,17 @@ def whole_at_once(rank: int, world_size: int) -> tuple[int, int, int]:
         most = max(most, sum(each() is not None for each in alive))
         return full
 
-    state.gathered = counted
+    made: list[int] = []
+    on_the_host = state._on_the_host
+
+    def noted(*args: Any) -> list[nn.Parameter]:
+        params = on_the_host(*args)
+        made.extend(param.data_ptr() for param in params)
+        return params
+
+    state.gathered, state._on_the_host = counted, noted
     found = zshard.state_dict(model)
+    assert all(value.data_ptr() in made for value in found.values())  # no second copy
     left = sum(each() is not None for each in alive)
     assert (len(found) > 0) == (rank == 0)
     return most, len(alive), left

@@ -62,8 +62,8 @@ def box_at(sharded: Sharded, index: MetadataIndex) -> torch.Tensor:
     for box in (box for boxes in _parts(sharded) for box in boxes):
         if box.offsets == index.offset:
             at = box.begin - skip
-            if sharded._local is not None:
-                return box.view_of(segment, sharded._local[at : at + box.numel])
+            if sharded._local is not None or box.numel == 0:
+                return box.view_of(segment, sharded.local[at : at + box.numel])
             assert flat.master.low is not None
             planes = (
                 plane[begin + at : begin + at + box.numel]
@@ -110,8 +110,14 @@ class Planes(torch.Tensor):
     @staticmethod
     def __new__(cls, high: torch.Tensor, low: torch.Tensor) -> Planes:
         """Show both as one."""
+        # A storage too small for the elements has the writers clone what they are given: joined.
         self: Planes = torch.Tensor._make_wrapper_subclass(
-            cls, high.shape, strides=high.stride(), dtype=torch.float32, device=high.device
+            cls,
+            high.shape,
+            strides=high.stride(),
+            dtype=torch.float32,
+            device=high.device,
+            storage_size=0,
         )
         self.high, self.low = high, low
         return self
@@ -134,10 +140,6 @@ class Planes(torch.Tensor):
         ops.split_master_(high.view(-1), low.view(-1), whole.view(-1))
         self.high.copy_(high)
         self.low.copy_(low)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor."""
-        return self.joined().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -204,8 +204,8 @@ class FusedOptimizer(Optimizer):
                     got = tuple(values[name].shape) if name in values else "nothing"
                     raise OptimizerError(
                         f"state {name!r} of {label}: expected {tuple(own.shape)}, got {got}. "
-                        "Shards fit the same model, unit map and number of ranks; between others go "
-                        "whole tensors, or torch.distributed.checkpoint."
+                        "Shards fit the same model, unit map and number of ranks; others take "
+                        "whole tensors, or load by torch.distributed.checkpoint."
                     )
 
     def _restore(self, states: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
