@@ -1,4 +1,4 @@
-"""A model on the meta device and its plain twin: what the tests of init_fn share."""
+"""A model on the meta device and its plain twin: what the tests of such models share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import models
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zshard
 
@@ -61,3 +63,37 @@ def assert_same_values(actual: dict[str, Tensor], expected: nn.Module, about: ob
     for name, parameter in reference.items():
         assert torch.equal(actual[name], parameter), f"{about} {name}"
         assert actual[name].stride() == parameter.stride(), f"{about} {name}"
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes of tensors made while it is entered, as they live and die."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.live, self.peak = least, {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if type(tensor) is Tensor and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() >= self.least:
+                    self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.live = {key: held for key, held in self.live.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+        return result
+
+
+class Large(nn.Module):
+    """Units of unlike size: the last two are the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 8 * width), nn.Linear(8 * width, 64))
+            for width in (17, 29, 64, 64)
+        )
+
+
+kLargest = 4 * (64 * 512 + 512 + 512 * 64 + 64)

@@ -115,7 +115,6 @@ def test_what_would_break_a_wrapped_model_is_refused_and_it_goes_on(act: Act, me
             "odd has dtype.*int32",
         ),
         (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "odd has dtype.*complex64"),
-        (nn.Parameter(torch.ones(2, device="meta")), "odd is on the meta device.*init_fn"),
         (nn.UninitializedParameter(), "odd is a UninitializedParameter"),
     ],
 )

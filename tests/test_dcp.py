@@ -188,3 +188,11 @@ def test_the_state_of_another_rule_is_refused() -> None:
     state["state"][0]["exp_avg"] = torch.zeros(3, 7)
     with pytest.raises(zshard.OptimizerError, match=r"'exp_avg' of inlet.weight.*\(3, 7\)"):
         optimizer.load_state_dict(state)
+
+
+def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = models.kCases["blocks"].build()
+    model = zshard.wrap(model, device="cpu")
+    with pytest.raises(dcp.api.CheckpointException, match=r"checkpoint\.save is refused"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)

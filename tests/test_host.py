@@ -61,7 +61,7 @@ def wrapped(device: str, **options: object) -> nn.Module:
         return zshard.wrap(Blocks(), device="cuda", **options)
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         module = importlib.import_module("zshard.wrap")
-        patch.setattr(module, "on_meta", lambda model: False)
+        patch.setattr(module, "on_meta", lambda model: {})
         patch.setattr(module, "default_device", lambda *_: torch.device("meta"))
         return zshard.wrap(Blocks(), init="trust", **options)
 

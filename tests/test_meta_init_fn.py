@@ -305,15 +305,6 @@ def test_temporaries_of_init_fn_may_be_on_meta_and_written_memory_may_be_used_ag
     assert float(zshard.full_param(model, "4.bias").sum()) == 12
 
 
-def test_a_model_on_meta_without_init_fn_is_refused_with_advice() -> None:
-    with pytest.raises(zshard.WrapError, match=r"inlet\.weight.*init_fn=f"):
-        zshard.wrap(on_meta("blocks"))
-    model = nn.BatchNorm1d(3)
-    model.running_mean = model.running_mean.to("meta")
-    with pytest.raises(zshard.WrapError, match=r"running_mean.*init_fn=f"):
-        zshard.wrap(model)
-
-
 def test_an_init_fn_that_would_never_be_called_is_refused() -> None:
     with pytest.raises(zshard.InputError, match="no parameter or buffer is on the meta device"):
         zshard.wrap(models.build("blocks"), init_fn=draw)

@@ -8,12 +8,22 @@ import models
 import numpy as np
 import pytest
 import torch
-from meta import Logged, assert_same_values, draw, kSeed, on_meta, plain, whole
+from meta import (
+    Counted,
+    Large,
+    Logged,
+    assert_same_values,
+    draw,
+    kLargest,
+    kSeed,
+    on_meta,
+    plain,
+    whole,
+)
 from ops_check import devices
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zshard
 
@@ -21,40 +31,6 @@ kStrategies = ["zero1", "zero2", "zero3", "ddp"]
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-class Counted(TorchDispatchMode):
-    """Counts the bytes of tensors made while it is entered, as they live and die."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()
-        self.least, self.live, self.peak = least, {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            if type(tensor) is Tensor and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                if storage.nbytes() >= self.least:
-                    self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.live = {key: held for key, held in self.live.items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
-        return result
-
-
-class Large(nn.Module):
-    """Units of unlike size: the last two are the largest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(64, 64)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 8 * width), nn.Linear(8 * width, 64))
-            for width in (17, 29, 64, 64)
-        )
-
-
-kLargest = 4 * (64 * 512 + 512 + 512 * 64 + 64)
 
 
 def peak_of_wrap(

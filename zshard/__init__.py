@@ -3,9 +3,11 @@
 ``model = zshard.wrap(model)`` shards parameters, gradients and optimizer states over the ranks.
 """
 
+from .checkpoint import Loaded, SaveHandle, export, latest, load, load_weights, save
 from .clip import clip_grad_norm_
 from .comm import CommStats
 from .errors import (
+    CheckpointError,
     CommError,
     Error,
     InputError,
@@ -27,27 +29,35 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "CheckpointError",
     "CommError",
     "CommStats",
     "Error",
     "GradScaler",
     "InputError",
+    "Loaded",
     "MismatchError",
     "OptimizerError",
     "Precision",
+    "SaveHandle",
     "ShardedAccessError",
     "StateError",
     "WrapError",
     "clip_grad_norm_",
+    "export",
     "full_grad",
     "full_param",
     "full_params",
+    "latest",
+    "load",
+    "load_weights",
     "local_shards",
     "mark_updated",
     "memory",
     "method",
     "no_sync",
     "reset",
+    "save",
     "state_dict",
     "stats",
     "trace",

@@ -99,6 +99,8 @@ def _compare(name: str, facts: Sequence[_Fact | None]) -> None:
 def values(specs: Sequence[UnitSpec], comm: Comm, init: str) -> None:
     """Compare the values of parameters over the ranks ("check"), or take rank 0's ("broadcast").
 
+    Those on the meta device have none.
+
     Raises:
         MismatchError: on every rank, with the first parameter that differs.
     """
@@ -107,8 +109,9 @@ def values(specs: Sequence[UnitSpec], comm: Comm, init: str) -> None:
     if init == "broadcast":
         _broadcast(specs, comm)
     else:
-        names = [owned.name for spec in specs for owned in spec.params]
-        mine = [digest(owned.param.detach()) for spec in specs for owned in spec.params]
+        there = [owned for spec in specs for owned in spec.params if not owned.param.is_meta]
+        names = [owned.name for owned in there]
+        mine = [digest(owned.param.detach()) for owned in there]
         everyone = comm.all_gather_object(mine, Tag(0, "wrap", specs[0].name or "root"))
         theirs: list[list[tuple[int, int]]] = everyone  # type: ignore[assignment]
         for name, *digests in zip(names, *theirs, strict=True):
@@ -124,6 +127,8 @@ def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
     with torch.no_grad():
         for spec in specs:
             for owned in spec.params:
+                if owned.param.is_meta:
+                    continue
                 value = owned.param.detach().contiguous()
                 comm.broadcast(value.view(-1), Tag(0, "wrap", spec.name or "root"))
                 owned.param.copy_(value)

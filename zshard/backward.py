@@ -27,8 +27,8 @@ class Forwards(Protocol):
     def obtain(self, unit: Unit) -> None:
         """Have the whole parameters in the modules."""
 
-    def settle_trained(self) -> None:
-        """Take in which parameters were frozen and unfrozen since."""
+    def require_values(self, what: str) -> None:
+        """Raise StateError if the parameters hold no valid values."""
 
     def reset(self) -> None:
         """Bring the model back to the sharded state."""
@@ -53,6 +53,7 @@ class Backward:
         self._units, self._root = tuple(units), units[0]
         self._crew, self._agreement, self._reducer = crew, agreement, reducer
         self._forwards = forwards
+        self._trained_changed = False
         self.current: Unit | None = None
         self.sync = True
         self._reduces = True  # what ``sync`` was as the last backward began
@@ -105,7 +106,8 @@ class Backward:
                 "backward(create_graph=True) through a wrapped model: the gradients that zshard "
                 "reduces have no graph of their own. Differentiate twice before zshard.wrap."
             )
-        self._forwards.settle_trained()
+        self._forwards.require_values("a backward")
+        self._settle_trained()
         self._reduces = self.sync
         about = f"{self._since};{self._count};{first}"
         if self._reduces:
@@ -187,14 +189,37 @@ class Backward:
         """Take in what the last backward's reduction said.
 
         Raises:
-            StateError: if it ended in an exception, so that only some gradients are there.
+            StateError: if it ended in an exception, so that only some gradients are there; if the
+                parameters hold no valid values.
         """
+        self._forwards.require_values("clipping, unscaling or an optimizer's step")
         if self.raised:
             raise StateError(
                 "the last backward raised an exception, and its gradients are incomplete. Run it "
                 "again, or skip the step: zshard.reset(model), then zero_grad()."
             )
         self._reducer.settle()
+
+    def before_set_trained(self, name: str) -> None:
+        """Note that the parameter ``name`` is being frozen or unfrozen.
+
+        Raises:
+            StateError: inside a forward or backward.
+        """
+        if self._crew.phase is not Phase.IDLE and not self.raised:
+            raise StateError(
+                f"{name}: requires_grad cannot change inside a forward or backward; change it "
+                "between steps"
+            )
+        self._trained_changed = True
+
+    def _settle_trained(self) -> None:
+        """Take in which parameters were frozen and unfrozen since."""
+        if self._trained_changed:
+            self._trained_changed = False
+            self._reducer.settle()
+            self._reducer.find_trained()
+            self._agreement.forget_trained()
 
     def abandon(self, strayed: bool) -> None:
         """Leave the forward or backward under way; see ``Schedule.reset``."""

@@ -31,7 +31,12 @@ from .param import Sharded
 
 
 def write_items(sharded: Sharded, name: str) -> list[WriteItem]:
-    """What this rank writes of ``sharded``, stored as ``name``."""
+    """What this rank writes of ``sharded``, stored as ``name``.
+
+    Raises:
+        StateError: if the parameters hold no valid values.
+    """
+    sharded.flat.schedule.require_values("torch.distributed.checkpoint.save")
     dtype = torch.float32 if sharded._local is None else sharded._local.dtype
     return [
         WriteItem(

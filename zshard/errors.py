@@ -33,3 +33,7 @@ class CommError(Error):
 
 class OptimizerError(Error):
     """An optimizer that cannot work on shards, or whose state does not fit the model."""
+
+
+class CheckpointError(Error):
+    """A checkpoint that cannot be written or read; names the path, the file and the tensor."""

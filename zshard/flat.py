@@ -51,6 +51,9 @@ class Flat:
         params: the sharded parameters; leaves: what the modules hold while gathered.
         trained: of each parameter, whether it requires a gradient; alike at first, as the unit map
             puts them together, but users may freeze and unfreeze single ones.
+
+    Args:
+        params: whole; those on the meta device have no values yet, and zeros in their place.
     """
 
     def __init__(
@@ -60,13 +63,13 @@ class Flat:
         dtypes: Dtypes,
         strategy: Strategy,
         comm: Comm,
+        device: torch.device,
     ) -> None:
         self.all_names = tuple(all_names)  # tied parameters have several
         self.names = tuple(names[0] for names in all_names)
         self.unit_label = ""  # set by the unit
         self.schedule: Schedule  # set by the schedule that takes the unit over
-        self.dtypes, self.strategy = dtypes, strategy
-        self.device = params[0].device
+        self.dtypes, self.strategy, self.device = dtypes, strategy, device
         self.trained = [param.requires_grad for param in params]
         self.hooks = [ParamHooks(param) for param in params]
         self.layout = Layout.of(params, comm.size, comm.replicas.size)
@@ -103,7 +106,9 @@ class Flat:
         else:
             initial = send
         pieces = [
-            segment.physical(param.detach()).reshape(-1)[skip : skip + end - begin]
+            None
+            if param.is_meta
+            else segment.physical(param.detach()).reshape(-1)[skip : skip + end - begin]
             for segment, param, (begin, end, skip) in zip(
                 self.layout.segments, params, self._locals, strict=True
             )

@@ -59,7 +59,7 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._build()
+        self.lay_out()
         self._refuse_other_models()
         for kind in self._batches:
             if kind.schedule is not None:
@@ -94,7 +94,7 @@ class FusedOptimizer(Optimizer):
         self._launch(batch, None if all(active) else batch.active, grad_scale)
         batch.written()
 
-    def _build(self) -> None:
+    def lay_out(self) -> None:
         """Lay out batches and states anew, if the parameters are not those of last time."""
         params = [p for group in self.param_groups for p in group["params"]]
         names = self._state_names()
@@ -140,7 +140,7 @@ class FusedOptimizer(Optimizer):
         The states are those in memory, no copies. The groups have all that those of the optimizer
         of the same name in torch.optim have, so that it can load them.
         """
-        self._build()
+        self.lay_out()
         found = super().state_dict()
         params = self._numbered(found)
         found["state"] = {
@@ -161,7 +161,7 @@ class FusedOptimizer(Optimizer):
         Raises:
             OptimizerError: if it is of other parameters, of another rule, or sharded otherwise.
         """
-        self._build()
+        self.lay_out()
         params = [p for group in self.param_groups for p in group["params"]]
         count = sum(len(group["params"]) for group in state_dict["param_groups"])
         if count != len(params):
@@ -174,7 +174,7 @@ class FusedOptimizer(Optimizer):
         groups = [self._own_settings(group) for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._built_for = []
-        self._build()
+        self.lay_out()
         self._restore(list(saved.items()))
 
     def _numbered(self, state_dict: dict[str, Any]) -> dict[object, torch.Tensor]:

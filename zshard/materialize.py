@@ -1,5 +1,7 @@
 """Values for a model that was built on the meta device: one unit at a time, alike on every rank.
 
+Without an ``init_fn``, memory for values that are loaded later.
+
 [Note: the order of initialisation]
 Units come in the order of the unit map, the root first. With a unit come the modules that own a
 parameter of it, children before their parents, as in ``model.apply``; with the root also those that
@@ -85,6 +87,47 @@ def swap_contents(
         ]
 
 
+def allocate_outside(model: nn.Module, specs: Sequence[UnitSpec], device: torch.device) -> str:
+    """Give what is on the meta device and belongs to no unit memory, yet without values.
+
+    That is ignored parameters, and persistent buffers.
+
+    Returns:
+        What ``Schedule.unusable`` has to say until values are loaded.
+
+    Raises:
+        WrapError: for buffers of which a checkpoint holds no values either.
+    """
+    meta = on_meta(model)
+    loadable = {
+        id(buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    }
+    if lost := [n for n, b in model.named_buffers() if b.is_meta and id(b) not in loadable]:
+        raise WrapError(
+            f"no checkpoint has values for the non-persistent buffers on the meta device: "
+            f"{', '.join(lost)}. Build buffers on a real device (only parameters under "
+            'torch.device("meta")), assign real ones before zshard.wrap, or pass init_fn.'
+        )
+    in_units = {id(owned.param) for spec in specs for owned in spec.params}
+    for owned in owned_parameters(model, ()):
+        if owned.param.is_meta and id(owned.param) not in in_units:
+            swap_contents(owned.name, owned.param, _memory(owned.param, device), owned.holders)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            swap_contents(name, buffer, _memory(buffer, device), [])
+        else:
+            buffer.data = buffer.data.to(device)
+    first, *others = meta
+    return (
+        f"the model was wrapped on the meta device without an init_fn, and {first} "
+        f"{f'and {len(others)} more tensors have' if others else 'has'} no values yet. Call "
+        "zshard.load or zshard.load_weights; or pass init_fn to zshard.wrap."
+    )
+
+
 class Materializer:
     """Gives a model on the meta device its values, by the user's ``init_fn``.
 
@@ -94,7 +137,6 @@ class Materializer:
         device: where the values go.
 
     Raises:
-        WrapError: without an ``init_fn``.
         InputError: if nothing is on the meta device.
     """
 
@@ -102,17 +144,11 @@ class Materializer:
         self,
         model: nn.Module,
         specs: Sequence[UnitSpec],
-        init_fn: InitFn | None,
+        init_fn: InitFn,
         device: torch.device,
         comm: Comm,
     ) -> None:
         meta = on_meta(model)
-        if init_fn is None:
-            raise WrapError(
-                f"{next(iter(meta))} is on the meta device and has no values. Pass init_fn=f to "
-                "zshard.wrap: f(module) is called for every module that owns parameters or "
-                "buffers, one unit at a time."
-            )
         if not meta:
             raise InputError(
                 "init_fn was given, but no parameter or buffer is on the meta device, so it would "
@@ -170,11 +206,9 @@ class Materializer:
         for tensor in _own_tensors(module):
             if not tensor.is_meta:
                 continue
-            fresh = torch.empty_like(tensor, device=self._device)
+            fresh = _memory(tensor, self._device)
             name = self._guard.expect(tensor, fresh)
             owned = self._owned.get(id(tensor))
-            if owned is not None:
-                fresh = nn.Parameter(fresh, tensor.requires_grad)
             swap_contents(name, tensor, fresh, [] if owned is None else owned.holders)
 
     def _settle(self, owned: Owned) -> None:
@@ -262,6 +296,13 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
         for child in module.children():
             yield from _children_first(child, seen)
         yield module
+
+
+def _memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor, or Parameter, like ``tensor``."""
+    fresh = torch.empty_like(tensor, device=device)
+    is_param = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(fresh, tensor.requires_grad) if is_param else fresh
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

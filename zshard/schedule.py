@@ -59,16 +59,18 @@ class Schedule:
     ) -> None:
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
         self.precision, self.root = precision, units[0]
+        self.device = device
         self.reducer = Reducer(units, comm, pool, device)
         self.buffers = Buffers(model, comm)
         self.structure = Structure(model)
         self.crew = Crew(units, comm, self.reducer)
         self.agreement = Agreement(units, comm, prefetch, self.crew, self.reset)
         self.whole = False  # True inside full_params: the modules hold whole parameters
+        # Why the parameters hold no valid values, and the remedy; alike on every rank. "" if valid.
+        self.unusable = ""
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self._order: list[Unit] = []  # units as the last forward called them
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
-        self._trained_changed = False
         self._updates = Updates(units)
         self._inside_method = ""  # the name of the method, other than forward, being run
         self._handled: BaseException | None = None  # around the forward under way
@@ -76,7 +78,7 @@ class Schedule:
         for unit in units:
             for flat in unit.flats:
                 flat.schedule = self
-                flat.before_set_trained = self._before_set_trained
+                flat.before_set_trained = self.backward.before_set_trained
             self._hook(unit)
         LIVE.add(self)
 
@@ -97,6 +99,7 @@ class Schedule:
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         if self._bypassed():
             return None
+        self.require_values("a forward")
         self.root.let_hooks_see()
         if self.crew.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
             return None  # the model calls itself
@@ -168,6 +171,7 @@ class Schedule:
         inside = self._inside_method or calls_under_way(self.model) > 0
         if inside or inside_backward() or self._bypassed():
             return function(*args, **kwargs)
+        self.require_values(f"the method {name!r}")
         cast = self._root_before(self.model, args, kwargs)
         args, kwargs = (args, kwargs) if cast is None else cast
         self._inside_method = name
@@ -183,6 +187,7 @@ class Schedule:
     def _before(self, unit: Unit, module: nn.Module, *inputs: object) -> None:
         if self._bypassed():
             return
+        self.require_values(f"a forward of {unit.label}")
         unit.let_hooks_see()
         unit.passage.enter(inputs)
         if self.crew.phase is Phase.FORWARD:
@@ -286,22 +291,6 @@ class Schedule:
                 self.crew.reshard(unit)
         self.renew()  # what has not been since the step: another library's optimizer took it
 
-    def _before_set_trained(self, name: str) -> None:
-        if self.crew.phase is not Phase.IDLE and not self.backward.raised:
-            raise StateError(
-                f"{name}: requires_grad cannot change inside a forward or backward; change it "
-                "between steps"
-            )
-        self._trained_changed = True
-
-    def settle_trained(self) -> None:
-        """Take in which parameters were frozen and unfrozen since."""
-        if self._trained_changed:
-            self._trained_changed = False
-            self.reducer.settle()
-            self.reducer.find_trained()
-            self.agreement.forget_trained()
-
     def parameters(self) -> list[Sharded]:
         """Every sharded parameter, in the order of the units."""
         return [param for unit in self.units for flat in unit.flats for param in flat.params]
@@ -322,7 +311,7 @@ class Schedule:
             self.crew.release(unit)
         self.crew.phase = Phase.IDLE
 
-    # --- small things ----------------------------------------------------------------------------
+    # --- what may be called now ------------------------------------------------------------------
 
     def _bypassed(self) -> bool:
         """Whether the modules hold whole parameters, so that there is nothing to gather."""
@@ -333,13 +322,23 @@ class Schedule:
             )
         return self.whole
 
-    def begin_call(self, what: str) -> None:
+    def require_values(self, what: str) -> None:
+        """Raise StateError, on every rank, if ``what`` would use parameters without values."""
+        if self.unusable:
+            raise StateError(f"{what} is refused: {self.unusable}")
+
+    def begin_call(self, what: str, *, unusable_ok: bool = False) -> None:
         """Make sure that all ranks are about to make the same collective call.
+
+        Args:
+            unusable_ok: the call is one that brings valid values.
 
         Raises:
             MismatchError: on every rank, if they are not.
-            StateError: inside a forward or backward.
+            StateError: inside a forward or backward; if the parameters hold no valid values.
         """
+        if not unusable_ok:
+            self.require_values(what)
         if self.backward.raised:
             self.reset()
         if self.crew.phase is not Phase.IDLE:

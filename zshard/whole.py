@@ -108,9 +108,11 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     The slices are in memory order and may be empty. Call ``mark_updated`` after writing any.
 
     Raises:
-        StateError: if the master is split, and so has no such slices.
+        StateError: if the master is split, and so has no such slices; if they hold no valid values.
     """
-    flats = [flat for unit in schedule_of(model).units for flat in unit.flats]
+    schedule = schedule_of(model)
+    schedule.require_values("zshard.local_shards")
+    flats = [flat for unit in schedule.units for flat in unit.flats]
     if any(flat.dtypes.split for flat in flats):
         raise StateError("zshard.local_shards: a split master is two planes; use full_params")
     for flat in flats:

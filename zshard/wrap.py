@@ -15,7 +15,15 @@ from . import agree
 from .comm import Comm
 from .errors import InputError, WrapError
 from .flat import Flat
-from .materialize import InitFn, Materializer, default_device, move, on_meta, swap_contents
+from .materialize import (
+    InitFn,
+    Materializer,
+    allocate_outside,
+    default_device,
+    move,
+    on_meta,
+    swap_contents,
+)
 from .pool import Pool, keep_freed
 from .precision import Dtypes, Precision
 from .schedule import Schedule
@@ -71,6 +79,8 @@ def wrap(
             once for every module that itself owns parameters or buffers there, and writes them
             all. One unit is whole at a time; see [Note: the order of initialisation]. Every rank
             draws rank 0's random numbers meanwhile, and has its own generators' states afterwards.
+            None: such a model gets memory without values, each rank's shards alone, and refuses to
+            run until ``zshard.load`` or ``zshard.load_weights`` brings them.
 
     Returns:
         ``model`` itself.
@@ -78,8 +88,9 @@ def wrap(
     Raises:
         InputError: an argument that cannot be used, or an ``init_fn`` that does what cannot work.
             (After an error out of ``init_fn``, build the model anew.)
-        WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices, on
-            the meta device without an ``init_fn``, or not of a floating-point dtype.
+        WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
+            not of a floating-point dtype, non-persistent buffers on the meta device without an
+            ``init_fn``.
         MismatchError: on every rank, if the ranks' models differ.
     """
     _check_arguments(model, comm, prefetch, init, device, init_fn)
@@ -91,13 +102,20 @@ def wrap(
     where = check_parameters(specs) or default_device(device, mesh)
     _check_split(specs, precision)
     transport = Comm(mesh, where)
+    meta = on_meta(model)
     if transport.world > 1 and init != "trust":
-        policy = f"{precision=}, {prefetch=}, {init=}, init_fn given: {init_fn is not None}"
+        in_units = {name for spec in specs for owned in spec.params for name in owned.names}
+        policy = (
+            f"{precision=}, {prefetch=}, {init=}, init_fn given: {init_fn is not None}, "
+            f"on meta outside of units: {sorted(meta.keys() - in_units)}"
+        )
         agree.check(specs, transport, policy, strategies)
-    materializer = None
-    if init_fn is not None or on_meta(model):
+    materializer, unusable = None, ""
+    if init_fn is not None:
         materializer = Materializer(model, specs, init_fn, where, transport)
     else:
+        if meta:
+            unusable = allocate_outside(model, specs, where)
         agree.values(specs, transport, init)
     pool = Pool(1 + prefetch, where)
     built: list[Unit] = []
@@ -106,13 +124,14 @@ def wrap(
             materializer.fill(spec)
             agree.values([spec], transport, init)
         parent = None if spec.parent is None else built[spec.parent]
-        flats, places = _shard(spec, chosen, precision, transport)
+        flats, places = _shard(spec, chosen, precision, transport, where)
         built.append(Unit(spec, index, parent, chosen, flats, places, transport, pool))
     pool.reserve([unit.slot_bytes for unit in built])
     if where.type == "cpu":
         # See [Note: what the C library keeps].
         keep_freed(max(unit.full_bytes for unit in built))
     schedule = Schedule(model, built, transport, pool, precision, prefetch, where)
+    schedule.unusable = unusable
     setattr(model, _SCHEDULE, schedule)
     return model
 
@@ -195,7 +214,7 @@ def _check_split(specs: Sequence[UnitSpec], precision: Precision) -> None:
 
 
 def _shard(
-    spec: UnitSpec, strategy: Strategy, precision: Precision, comm: Comm
+    spec: UnitSpec, strategy: Strategy, precision: Precision, comm: Comm, device: torch.device
 ) -> tuple[list[Flat], list[Place]]:
     """Make a unit's flat buffers, and put the sharded parameters in place of the whole ones."""
     flats: list[Flat] = []
@@ -203,7 +222,7 @@ def _shard(
     for number, (dtypes, group) in enumerate(_groups(spec, precision)):
         params = [owned.param for owned in group]
         names = [owned.names for owned in group]
-        flat = Flat(names, params, dtypes, strategy, comm)
+        flat = Flat(names, params, dtypes, strategy, comm, device)
         for segment, owned in enumerate(group):
             # See [Note: one object, two faces].
             swap_contents(owned.name, owned.param, flat.params[segment], owned.holders)

@@ -1,0 +1,202 @@
+"""Checkpoints in a folder: which are whole, which is the newest, and what killed saves leave.
+
+[Note: how a checkpoint takes its place]
+A save writes into FOLDER/.NAME.ID.saving and then renames that to FOLDER/NAME, which is atomic.
+There is no atomic exchange of two folders among the ordinary calls, so where NAME is a checkpoint
+already, that is renamed to .NAME.replaced before, and removed after. Killed between the two
+renames, a save leaves .NAME.replaced alone, and so that is what there is at NAME: for a load, for
+``latest``, and for the next save, which first renames it back. What is to be removed is renamed
+first, so that no checkpoint is ever there in part.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ..errors import CheckpointError, InputError
+from . import files
+from .manifest import NAME, Manifest, check_files, read_manifest
+
+_REPLACED = ".replaced"
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(saving|deleted)")
+
+
+def absolute(path: object) -> str:
+    """The path, made absolute, links resolved.
+
+    Raises:
+        InputError: if it is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InputError(f"path={path!r}: expected the path of a checkpoint")
+    name = os.fspath(path)
+    if not isinstance(name, str) or "\0" in name:
+        raise InputError(f"path={path!r}: expected text without NUL")
+    found = os.path.realpath(name)
+    if not os.path.basename(found):
+        raise InputError(f"path={path!r}: a file system's root cannot be a checkpoint")
+    return found
+
+
+def shown(path: object) -> str:
+    """The path as errors tell it, and as ranks compare it."""
+    return os.path.abspath(path) if isinstance(path, str | os.PathLike) else repr(path)
+
+
+def replaced(target: str) -> str:
+    """Where the checkpoint at ``target`` is while another takes its place."""
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f".{name}{_REPLACED}")
+
+
+def saving(target: str, save_id: str) -> str:
+    """Where a checkpoint is written."""
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f".{name}.{save_id}.saving")
+
+
+def find(target: str) -> str:
+    """The folder that ``target``'s checkpoint is in; see [Note: how a checkpoint takes its place].
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    if not files.exists(target):
+        if files.exists(os.path.join(replaced(target), NAME)):
+            return replaced(target)
+        raise CheckpointError(f"{target}: there is no checkpoint, nor anything else")
+    if not files.is_folder(target):
+        raise CheckpointError(f"{target}: is a file; a checkpoint is a folder with {NAME}")
+    if not files.exists(os.path.join(target, NAME)):
+        raise CheckpointError(f"{target}: is no checkpoint of zshard: it has no {NAME}")
+    return target
+
+
+def whole(folder: str) -> list[tuple[str, Manifest]]:
+    """The checkpoints in ``folder`` that are whole as far as names and sizes tell, oldest first."""
+    found: list[tuple[str, Manifest]] = []
+    names = set(files.names_in(folder))
+    names |= {home for name in names if (home := _home(name))}
+    for name in sorted(names):
+        if _LEFTOVER.fullmatch(name) or _home(name):
+            continue
+        target = os.path.join(folder, name)
+        try:
+            place = find(target)
+            manifest = read_manifest(place)
+            check_files(manifest, place)
+        except CheckpointError:
+            continue
+        if not manifest.exported:
+            found.append((target, manifest))
+    return sorted(found, key=lambda item: (item[1].sequence, item[1].saved))
+
+
+def latest(folder: str | os.PathLike[str]) -> str | None:
+    """The path of the newest whole checkpoint in ``folder``; None if it has none, or is not there.
+
+    Whole: the manifest is undamaged, and all files are there with their sizes and headers. (The
+    data's checksums are looked at by ``zshard.load``, and by ``zshard ckpt verify``.)
+
+    Raises:
+        CheckpointError: if the folder cannot be read.
+    """
+    given = os.fspath(folder)
+    if not files.exists(given):
+        return None
+    found = whole(given)
+    return found[-1][0] if found else None
+
+
+def check_target(target: str) -> None:
+    """Make sure that a save to ``target`` overwrites nothing but a checkpoint.
+
+    Raises:
+        CheckpointError: if it would.
+    """
+    if not files.exists(target) or files.exists(os.path.join(target, NAME)):
+        return
+    if not files.is_folder(target):
+        raise CheckpointError(f"{target}: is a file, which a checkpoint cannot replace")
+    if files.names_in(target):
+        raise CheckpointError(
+            f"{target}: is a folder with other things in it, and no checkpoint; name a new folder"
+        )
+
+
+def tidy(target: str) -> None:
+    """Put right what killed saves have left in the target's folder; other live saves stay."""
+    folder, own = os.path.split(target)
+    names = files.names_in(folder)
+    leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
+    dead = [m for m in leftovers if m["name"] == own or _is_free(os.path.join(folder, m[0]))]
+    alive = {m["name"] for m in leftovers} - {m["name"] for m in dead}
+    for match in dead:
+        with suppress(CheckpointError):  # it is in nobody's way
+            files.remove(os.path.join(folder, match[0]))
+    for name in names:
+        home = _home(name)
+        if home is None or home in alive:
+            continue
+        place, displaced = os.path.join(folder, home), os.path.join(folder, name)
+        if not files.exists(place):
+            files.rename(displaced, place)
+        elif home == own or _is_free(place):
+            files.remove(displaced)
+
+
+def _home(name: str) -> str | None:
+    """Whose place something with this name has, if it is a checkpoint being replaced."""
+    is_replaced = name.startswith(".") and name.endswith(_REPLACED)
+    return name[1 : -len(_REPLACED)] if is_replaced else None
+
+
+def commit(written: str, target: str) -> None:
+    """Make the folder ``written`` the checkpoint at ``target``."""
+    folder = os.path.dirname(target)
+    if not files.exists(os.path.join(target, NAME)):
+        files.rename(written, target)  # over an empty folder, too
+        files.sync_folder(folder)
+        return
+    files.rename(target, replaced(target))
+    try:
+        files.rename(written, target)
+    except CheckpointError:
+        files.rename(replaced(target), target)
+        raise
+    files.sync_folder(folder)
+    files.remove(replaced(target))
+
+
+def prune(target: str, save_id: str, keep: int) -> None:
+    """Delete the oldest checkpoints beside ``target``, but ``keep``."""
+    folder = os.path.dirname(target)
+    others = [path for path, _ in whole(folder) if path != target]
+    for path in others[: max(0, len(others) + 1 - keep)]:
+        name = os.path.basename(path)
+        gone = os.path.join(folder, f".{name}.{save_id}.deleted")
+        files.rename(find(path), gone)
+        files.remove(gone)
+
+
+@contextmanager
+def claimed(path: str) -> Iterator[None]:
+    """Have other saves into the same folder see that the one in ``path`` is alive."""
+    with files.File(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _is_free(path: str) -> bool:
+    """Whether no save is alive in ``path``; also False where the system cannot tell."""
+    try:
+        with files.File(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+            fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, CheckpointError):
+        return False
+    return True

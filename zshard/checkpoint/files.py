@@ -1,0 +1,187 @@
+"""All access to checkpoint files: ordinary calls, each able to fail, each failure with its path.
+
+Nothing here is mapped into memory: a file that is cut short is an error, not a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+
+from ..errors import CheckpointError
+
+
+@contextmanager
+def _names(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+class File:
+    """An open file, read and written at offsets (bytes); closed at the end of a ``with``."""
+
+    def __init__(self, path: str, flags: int) -> None:
+        self.path = path
+        with _names(path):
+            self.descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+    @classmethod
+    def create(cls, path: str) -> File:
+        """A new file, which must not exist."""
+        return cls(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    @classmethod
+    def to_write(cls, path: str) -> File:
+        """A file that exists."""
+        return cls(path, os.O_WRONLY)
+
+    @classmethod
+    def to_read(cls, path: str) -> File:
+        """A file that exists."""
+        return cls(path, os.O_RDONLY)
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """Write all of ``data``.
+
+        Raises:
+            CheckpointError: if the system does not take all of it.
+        """
+        rest = memoryview(data)
+        while rest.nbytes:
+            with _names(self.path):
+                count = os.pwrite(self.descriptor, rest, offset)
+            if count == 0:
+                raise CheckpointError(f"{self.path}: the system writes nothing at byte {offset}")
+            rest, offset = rest[count:], offset + count
+
+    def read(self, into: bytearray | memoryview, offset: int) -> None:
+        """Fill ``into``.
+
+        Raises:
+            CheckpointError: if the file ends before.
+        """
+        rest = memoryview(into)
+        while rest.nbytes:
+            with _names(self.path):
+                count = os.preadv(self.descriptor, [rest], offset)
+            if count == 0:
+                raise CheckpointError(f"{self.path}: ends at byte {offset}; it was cut short")
+            rest, offset = rest[count:], offset + count
+
+    def size(self) -> int:
+        """Bytes."""
+        with _names(self.path):
+            return os.fstat(self.descriptor).st_size
+
+    def sync(self) -> None:
+        """Have what was written survive a loss of power."""
+        with _names(self.path):
+            os.fsync(self.descriptor)
+
+    def close(self) -> None:
+        """Close it; the second time does nothing."""
+        if self.descriptor >= 0:
+            descriptor, self.descriptor = self.descriptor, -1
+            with _names(self.path):
+                os.close(descriptor)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            with suppress(CheckpointError):
+                self.close()
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Make a new file of ``data``, and have it survive a loss of power."""
+    with File.create(path) as file:
+        file.write(data, 0)
+        file.sync()
+
+
+def read_whole(path: str) -> bytes:
+    """All of a file."""
+    with File.to_read(path) as file:
+        data = bytearray(file.size())
+        file.read(data, 0)
+    return bytes(data)
+
+
+def make_folder(path: str) -> None:
+    """Make the folder ``path``, which must not exist."""
+    with _names(path):
+        os.mkdir(path)
+
+
+def make_parents(path: str) -> None:
+    """Make the folder ``path``, and those around it, where they do not exist."""
+    missing = []
+    while not exists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        with _names(folder), suppress(FileExistsError):  # another job makes the same one
+            os.mkdir(folder)
+        sync_folder(os.path.dirname(folder))
+
+
+def sync_folder(path: str) -> None:
+    """Have the names in a folder survive a loss of power."""
+    with File(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+        folder.sync()
+
+
+def rename(old: str, new: str) -> None:
+    """Give a folder another name; atomic."""
+    with _names(new):
+        os.rename(old, new)
+
+
+def exists(path: str) -> bool:
+    """Whether there is anything at ``path``."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    return True
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder at ``path``."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder, sorted."""
+    with _names(folder):
+        return sorted(os.listdir(folder))
+
+
+def remove(path: str) -> None:
+    """Remove a folder with all that is in it, or a file."""
+    if is_folder(path) and not os.path.islink(path):
+        for name in names_in(path):
+            remove(os.path.join(path, name))
+        with _names(path):
+            os.rmdir(path)
+    else:
+        with _names(path):
+            os.unlink(path)

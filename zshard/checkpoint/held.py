@@ -1,0 +1,187 @@
+"""A tensor of which this rank holds a range: what checkpoints read from and write into.
+
+A range is [begin, end) in elements of the tensor in its memory order; see ``Segment.order``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+
+import torch
+
+from ..flat import Flat
+from ..layout import Range
+
+
+class Held(ABC):
+    """A tensor, and the range of it that is here.
+
+    Attributes:
+        shape: of the whole tensor; dtype: that it is stored in.
+        order: its dimensions from the slowest to the fastest in memory.
+        here: the range that this rank holds; mine: the part of that which it saves, so that every
+            element is saved by one rank.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        order: tuple[int, ...],
+        here: Range,
+        mine: Range,
+    ) -> None:
+        self.shape, self.dtype, self.order = shape, dtype, order
+        self.here, self.mine = here, mine
+
+    @abstractmethod
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end), 1-D, of ``dtype``; perhaps a view."""
+
+    @abstractmethod
+    def store(self, begin: int, values: torch.Tensor) -> None:
+        """Make ``values`` (1-D, on the CPU, cast as ``copy_`` does) the elements from ``begin``."""
+
+    def memory(self) -> torch.Tensor | None:
+        """The range that is here, to be written directly: 1-D, of ``dtype``, on the CPU."""
+        return None
+
+
+class HeldMaster(Held):
+    """A sharded parameter, by its master; in the parameter's own dtype, or in the master's."""
+
+    def __init__(self, flat: Flat, segment: int, mine: Range, *, as_master: bool) -> None:
+        place, local = flat.layout.segments[segment], flat.local(segment)
+        dtype = flat.dtypes.master if as_master else flat.dtypes.param
+        here = Range(local.skip, local.skip + local.end - local.begin)
+        super().__init__(place.shape, dtype, place.order, here, mine)
+        self._flat, self._shift = flat, local.begin - local.skip  # from the segment to the master
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Of the master, in the dtype that is stored."""
+        values = self._flat.master.read(begin + self._shift, end + self._shift)
+        return values.to(self.dtype)
+
+    def store(self, begin: int, values: torch.Tensor) -> None:
+        """Round to the dtype that is stored, as the plain parameter would be."""
+        master = self._flat.master
+        values = values.to(self.dtype).to(self._flat.device, self._flat.dtypes.master)
+        if master.values is None:
+            master.store(begin + self._shift, values)
+        else:
+            master.values[begin + self._shift :][: values.numel()].copy_(values)
+
+    def memory(self) -> torch.Tensor | None:
+        """The master itself, where it is of the dtype that is stored."""
+        values = self._flat.master.values
+        if values is None or not values.is_cpu or values.dtype != self.dtype:
+            return None
+        return values[self.here.begin + self._shift : self.here.end + self._shift]
+
+
+class HeldSlice(Held):
+    """A slice of a tensor, as a tensor of its own: 1-D, from element ``here.begin`` on."""
+
+    def __init__(
+        self, local: torch.Tensor, shape: torch.Size, order: tuple[int, ...], skip: int, mine: Range
+    ) -> None:
+        here = Range(skip, skip + local.numel())
+        super().__init__(shape, local.dtype, order, here, mine)
+        self._local = local
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """A view of the slice."""
+        return self._local[begin - self.here.begin : end - self.here.begin]
+
+    def store(self, begin: int, values: torch.Tensor) -> None:
+        """Into the slice."""
+        begin -= self.here.begin
+        self._local[begin : begin + values.numel()].copy_(values)
+
+    def memory(self) -> torch.Tensor | None:
+        """The slice itself."""
+        return self._local if self._local.is_cpu and self._local.is_contiguous() else None
+
+
+class HeldWhole(Held):
+    """A tensor that every rank has whole; the first saves it."""
+
+    def __init__(self, tensor: torch.Tensor, *, saves: bool) -> None:
+        here = Range(0, tensor.numel())
+        order = tuple(range(tensor.ndim))
+        super().__init__(tensor.shape, tensor.dtype, order, here, here if saves else Range(0, 0))
+        self._tensor = tensor.detach()
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """In C order, whatever the order in memory is."""
+        return self._tensor.reshape(-1)[begin:end]
+
+    def store(self, begin: int, values: torch.Tensor) -> None:
+        """In C order."""
+        whole = self._tensor.reshape(-1)  # a copy, where memory is in another order
+        whole[begin : begin + values.numel()].copy_(values)
+        if whole.data_ptr() != self._tensor.data_ptr() or not self._tensor.is_contiguous():
+            self._tensor.copy_(whole.view(self.shape))
+
+
+class Snapshot(Held):
+    """A copy of what a rank saves of another tensor, on the CPU."""
+
+    def __init__(self, of: Held) -> None:
+        super().__init__(of.shape, of.dtype, of.order, of.mine, of.mine)
+        # Even on the CPU it has to be a copy of its own.
+        self._values = of.read(*of.mine).to("cpu", copy=True)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """A view of the copy."""
+        return self._values[begin - self.here.begin : end - self.here.begin]
+
+    def store(self, begin: int, values: torch.Tensor) -> None:
+        """Refused."""
+        raise NotImplementedError("a snapshot is only read")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, for as long as that lives."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def positions(
+    shape: tuple[int, ...], order: tuple[int, ...], begin: int, end: int
+) -> torch.Tensor:  # (end - begin,) int64
+    """Where elements [begin, end) in memory order lie in C order."""
+    rest = torch.arange(begin, end)
+    at = torch.zeros_like(rest)
+    c_stride = _c_strides(shape)
+    for dim in reversed(order):  # the fastest first
+        at += rest % shape[dim] * c_stride[dim]
+        rest //= shape[dim]
+    return at
+
+
+def places(
+    shape: tuple[int, ...], order: tuple[int, ...], at: torch.Tensor
+) -> torch.Tensor:  # like ``at``
+    """Where elements that lie at ``at`` in C order come in memory order; inverts ``positions``."""
+    place = torch.zeros_like(at)
+    for dim, stride in enumerate(_c_strides(shape)):
+        index = at // stride % shape[dim]
+        faster = [shape[other] for other in order[order.index(dim) + 1 :]]
+        place += index * int(torch.tensor(faster, dtype=torch.int64).prod())
+    return place
+
+
+def _c_strides(shape: tuple[int, ...]) -> list[int]:
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return strides
+
+
+def in_file_order(order: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether memory order is that of the file; dimensions of size 1 decide nothing."""
+    wide = [dim for dim in order if shape[dim] != 1]
+    return wide == sorted(wide)

@@ -1,0 +1,135 @@
+"""What of a model belongs into a checkpoint, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..flat import Flat
+from ..layout import Range
+from ..param import Sharded
+from ..schedule import Schedule
+from ..unitmap import owned_parameters
+from .held import Held, HeldMaster, HeldWhole
+from .manifest import Json
+
+
+@dataclass
+class Inventory:
+    """The tensors of a model, by their first name, in order of registration.
+
+    Attributes:
+        parameters: in their own dtypes; masters: those whose master has another, in that.
+        aliases: further names of a tied weight or a shared buffer -> its first name.
+        extra_state: what modules with a ``get_extra_state`` give, by key in the state_dict.
+    """
+
+    parameters: dict[str, Held] = field(default_factory=dict)
+    masters: dict[str, Held] = field(default_factory=dict)
+    buffers: dict[str, Held] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra_state: dict[str, Json] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # id of a parameter -> its first name
+
+
+def inventory_of(schedule: Schedule) -> Inventory:
+    """What the wrapped model holds.
+
+    Raises:
+        InputError: for an extra state that JSON cannot hold.
+    """
+    found = Inventory()
+    first = schedule.comm.place == 0
+    for owned in owned_parameters(schedule.model, ()):
+        name, param = owned.name, owned.param
+        found.names[id(param)] = name
+        found.aliases.update(dict.fromkeys(owned.names[1:], name))
+        if not isinstance(param, Sharded):  # ignored
+            found.parameters[name] = HeldWhole(param, saves=first)
+            continue
+        flat, mine = param.flat, saved_range(param.flat, param.segment)
+        found.parameters[name] = HeldMaster(flat, param.segment, mine, as_master=False)
+        if flat.dtypes.param != flat.dtypes.master:
+            found.masters[name] = HeldMaster(flat, param.segment, mine, as_master=True)
+    seen: dict[int, str] = {}
+    for name, buffer in _buffers(schedule.model):
+        if id(buffer) in seen:
+            found.aliases[name] = seen[id(buffer)]
+        else:
+            seen[id(buffer)] = name
+            found.buffers[name] = HeldWhole(buffer, saves=first)
+    for key, module in _with_extra_state(schedule.model):
+        found.extra_state[key] = as_json(module.get_extra_state(), f"{key} (get_extra_state)")
+    return found
+
+
+def saved_range(flat: Flat, segment: int) -> Range:
+    """The elements of a segment that this rank saves, counted from the segment's first."""
+    comm = flat.schedule.comm
+    piece = flat.layout.piece(comm.replicas.rank)
+    shard = flat.layout.shard(comm.rank).begin
+    begin, end, skip = flat.layout.local(segment, Range(shard + piece.begin, shard + piece.end))
+    return Range(skip, skip + end - begin)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state" if prefix else "_extra_state", module
+
+
+def set_extra_state(model: nn.Module, states: dict[str, Json]) -> None:
+    """Give modules back what their ``get_extra_state`` gave."""
+    for key, module in _with_extra_state(model):
+        if key in states:
+            module.set_extra_state(states[key])
+
+
+def as_json(value: object, what: str) -> Json:
+    """``value``, if JSON gives it back, but for tuples, which become lists.
+
+    Raises:
+        InputError: naming the part that it would not.
+    """
+    if isinstance(value, dict):
+        for key in value:
+            if type(key) is not str:
+                raise InputError(f"{what} has the key {key!r}; JSON has text for keys")
+        return {as_text(key, what): as_json(v, f"{what}[{key!r}]") for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item, f"{what}[{index}]") for index, item in enumerate(value)]
+    if type(value) is float and not math.isfinite(value):
+        raise InputError(f"{what} is {value}, which JSON does not have; store it as text")
+    if type(value) is str:
+        return as_text(value, what)
+    if value is None or type(value) in (bool, int, float):
+        return value  # type: ignore[return-value]
+    raise InputError(
+        f"{what} is a {type(value).__name__}, which JSON does not have: store None, booleans, "
+        "numbers, text, lists and dicts of them. Tensors belong into buffers of the model."
+    )
+
+
+def as_text(value: str, what: str) -> str:
+    """``value``, if it is Unicode text that can be encoded.
+
+    Raises:
+        InputError: if not.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} has text that is no Unicode: {error}") from error
+    return value

@@ -1,0 +1,138 @@
+"""``zshard.load``: a checkpoint into a wrapped model, of any number of ranks, strategy and map."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError
+from ..schedule import Schedule
+from ..wrap import schedule_of
+from . import catalogue
+from .held import HeldWhole
+from .inventory import inventory_of, set_extra_state
+from .loading import Match, fill, match_model
+from .manifest import Json, Manifest, check_files, read_manifest
+from .optimizer_restore import OptimizerMatch, match_optimizer
+from .peers import Peers
+from .rng import NBYTES, set_random_state
+from .save import begin
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load found.
+
+    Attributes:
+        extra: what ``zshard.save`` was given.
+        missing: what the model (or optimizer) has and the checkpoint does not; unexpected: what the
+            checkpoint has and the model does not. Empty lists unless ``strict=False``.
+    """
+
+    extra: Json = None
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    rng: bool = False,
+) -> Loaded:
+    """Load what ``zshard.save`` saved into a wrapped model, and its optimizer; all ranks call this.
+
+    The model may be wrapped over another number of ranks, with another strategy, unit map or
+    precision than the one that was saved: parameters and states get the same bits.
+
+    Args:
+        path: of a checkpoint, as given to ``save``, or from ``latest``.
+        optimizer: of the class that was saved (by name, so torch's AdamW for zshard's will do).
+            Without it the optimizer's states in the checkpoint are left there.
+        strict: refuse what is missing or unexpected; otherwise it is left as it is, and returned.
+        rng: also restore the states of the random number generators; as many ranks as saved them.
+
+    Raises:
+        CheckpointError: on every rank, and nothing has changed: nothing at ``path``; entries that
+            are missing, unexpected, or of another shape or dtype; files that are missing or cut.
+            If data is found damaged, the model is left in part loaded, and refuses to run until a
+            load succeeds.
+        InputError: for an optimizer of other parameters.
+        StateError: inside a forward or backward.
+    """
+    schedule = schedule_of(model)
+    label = catalogue.shown(path)
+    begin(schedule, f"load({label})", unusable_ok=True)
+    peers = Peers(schedule.comm, f"load({label})")
+    found: list[tuple[str, Manifest]] = []
+
+    def read() -> str:
+        place = catalogue.find(catalogue.absolute(path))
+        found.append((place, read_manifest(place)))
+        check_files(found[0][1], place)
+        return found[0][1].id
+
+    ids = peers.together(read)
+    if len(set(ids)) > 1:
+        raise CheckpointError(f"{label}: the ranks found different checkpoints there: {ids}")
+    place, saved = found[0]
+    work: list[tuple[Match, OptimizerMatch | None]] = []
+
+    def compare() -> None:
+        inventory = inventory_of(schedule)
+        stored, masters = saved.tensors["model"], saved.tensors["master"]
+        match = match_model(stored, masters, saved.aliases, inventory)
+        states = None
+        if optimizer is not None:
+            states = match_optimizer(saved, optimizer, inventory)
+            match.merge(states.match)
+        match.refuse(label, strict=strict, has_values=not schedule.unusable)
+        states_of = saved.tensors.get("rng", {})
+        if rng and len(states_of) != peers.size:
+            raise CheckpointError(
+                f"{label} has the random states of {len(states_of)} ranks, and there are "
+                f"{peers.size}; save with rng=True, or leave rng=True out"
+            )
+        work.append((match, states))
+
+    peers.together(compare)
+    match, states = work[0]
+
+    def take() -> None:
+        pairs = list(match.pairs)
+        if rng:
+            generators = torch.empty(NBYTES, dtype=torch.uint8)
+            key = f"rank-{peers.rank:05d}"
+            pairs.append((key, saved.tensors["rng"][key], HeldWhole(generators, saves=False)))
+        fill(place, pairs, saved.seed)
+        if states is not None:
+            states.finish()
+        set_extra_state(model, saved.extra_state)
+        if rng:
+            set_random_state(generators, schedule.device)
+
+    change(schedule, peers, take)
+    return Loaded(saved.extra, match.missing, match.unexpected)
+
+
+def change(schedule: Schedule, peers: Peers, take: Callable[[], None]) -> None:
+    """Give the masters new values by ``take``; if it fails, on any rank, the model is unusable."""
+    schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
+    flats = [flat for unit in schedule.units for flat in unit.flats]
+
+    def taken() -> None:
+        for flat in flats:
+            flat.before_write()
+        take()
+        for flat in flats:
+            flat.updated(send_written=False)
+
+    peers.together(taken)
+    schedule.unusable = ""

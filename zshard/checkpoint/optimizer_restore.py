@@ -1,0 +1,163 @@
+"""How an optimizer gets its states back from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..fused import FusedOptimizer
+from ..param import Sharded
+from .held import Held
+from .inventory import Inventory
+from .loading import Match
+from .manifest import Json, Manifest
+from .optimizer_state import held_state, parameters_of, scalar_of
+
+State = dict[str, Any]
+
+
+@dataclass
+class OptimizerMatch:
+    """The states to be read, and what to do with them then.
+
+    Attributes:
+        match: the tensors.
+        states: parameter -> what its state is to be.
+    """
+
+    optimizer: Optimizer
+    match: Match = field(default_factory=Match)
+    states: dict[torch.Tensor, State] = field(default_factory=dict)
+    groups: list[tuple[dict[str, Any], dict[str, Json]]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Hand the states, now filled, to the optimizer."""
+        for group, options in self.groups:
+            for key, value in options.items():
+                if key != "params" and key in group:
+                    group[key] = _like(group[key], value)
+        fused = isinstance(self.optimizer, FusedOptimizer)
+        for param, state in self.states.items():
+            if not fused:
+                self.optimizer.state[param] = state
+                continue
+            own = self.optimizer.state.setdefault(param, {})
+            for key, value in state.items():
+                if isinstance(own.get(key), torch.Tensor):
+                    if own[key] is not value:
+                        own[key].copy_(value)
+                else:
+                    own[key] = value
+
+
+def _like(old: object, value: Json) -> object:
+    if isinstance(old, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(old, torch.Tensor):
+        return torch.full_like(old, value)  # type: ignore[arg-type]
+    return value
+
+
+def match_optimizer(saved: Manifest, optimizer: Optimizer, inventory: Inventory) -> OptimizerMatch:
+    """Find the place of every state; makes those that the optimizer does not have yet.
+
+    Raises:
+        InputError: for an optimizer of other parameters.
+    """
+    params = parameters_of(optimizer, inventory.names)
+    found = OptimizerMatch(optimizer)
+    match, record = found.match, saved.optimizer
+    if record is None:
+        match.missing.append("the optimizer's states")
+        return found
+    if record.kind != type(optimizer).__name__:
+        match.problems.append(
+            f"the optimizer: {record.kind} was saved, and it is {type(optimizer).__name__} now"
+        )
+        return found
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.lay_out()
+    key_of = {name: name for name in record.state}
+    for alias, name in saved.aliases.items():
+        if name in record.state:
+            key_of.setdefault(alias, name)
+    further = {alias: name for alias, name in inventory.aliases.items()}
+    names: dict[str, str] = {}  # of a parameter now -> its name in the checkpoint
+    for name, param, _ in params:
+        candidates = [name, *(alias for alias, first in further.items() if first == name)]
+        key = next((key_of[each] for each in candidates if each in key_of), None)
+        if key is None:
+            match.missing.append(f"the optimizer's state of {name}")
+            continue
+        names[name] = key
+        found.states[param] = _state(saved, optimizer, param, name, key, match)
+    of_others = [name for name in record.state if name not in names.values()]
+    match.unexpected += [f"the optimizer's state of {name}" for name in of_others]
+    _match_groups(record.groups, optimizer, inventory, names, found)
+    return found
+
+
+def _state(
+    saved: Manifest, optimizer: Optimizer, param: torch.Tensor, name: str, key: str, match: Match
+) -> State:
+    """The state of one parameter, of which tensors are to be filled yet."""
+    assert saved.optimizer is not None
+    entries = saved.optimizer.state[key]
+    own = optimizer.state.get(param, {}) if isinstance(optimizer, FusedOptimizer) else None
+    if own and entries and own.keys() != entries.keys():
+        match.problems.append(
+            f"the optimizer's state of {name}: {sorted(entries)} were saved, and it has "
+            f"{sorted(own)} now"
+        )
+        return {}
+    state: State = {}
+    for state_name, entry in entries.items():
+        if "tensor" not in entry:
+            state[state_name] = scalar_of(entry, param.device)
+            continue
+        stored = saved.tensors["optimizer"][str(entry["tensor"])]
+        label = f"the optimizer's state {state_name!r} of {name}"
+        value = own[state_name] if own else _empty_state(param, stored.torch_dtype)
+        state[state_name] = value
+        held: Held = held_state(param, name, state_name, value, first=False)
+        match.add(label, stored, held)
+    if own and not entries:  # as before the first step
+        state = {k: torch.zeros_like(v) for k, v in own.items()}
+    return state
+
+
+def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not isinstance(param, Sharded):
+        return torch.empty_like(param, dtype=dtype)
+    flat, segment = param.flat, param.segment
+    begin, end, _ = flat.local(segment)
+    local = torch.empty(end - begin, dtype=dtype, device=flat.device)
+    kinds = (flat.dtypes.master, flat.dtypes.reduce)
+    return Sharded(local, flat, segment, dtype=None if dtype in kinds else dtype)
+
+
+def _match_groups(
+    groups: list[dict[str, Json]],
+    optimizer: Optimizer,
+    inventory: Inventory,
+    names: dict[str, str],
+    found: OptimizerMatch,
+) -> None:
+    """Find the saved options of every group of parameters."""
+    group_of: dict[str, int] = {}
+    for number, options in enumerate(groups):
+        params = options["params"]
+        assert isinstance(params, list)
+        group_of.update({str(name): number for name in params})
+    for number, group in enumerate(optimizer.param_groups):
+        own = [names[n] for p in group["params"] if (n := inventory.names[id(p)]) in names]
+        sources = {group_of[name] for name in own if name in group_of}
+        if len(sources) == 1:
+            found.groups.append((group, groups[sources.pop()]))
+        elif len(sources) > 1:
+            found.match.problems.append(
+                f"param_groups[{number}]: its parameters were in groups {sorted(sources)}"
+            )

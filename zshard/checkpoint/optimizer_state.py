@@ -1,0 +1,155 @@
+"""What of an optimizer belongs into a checkpoint, and how it gets it back.
+
+States by parameter and name: tensors of the parameter's shape are stored as tensors; 0-d ones, such
+as the number of steps, as {"value", "dtype", "on"}; other values as {"value"}.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..batches import memory_order
+from ..errors import InputError, OptimizerError
+from ..fused import FusedOptimizer
+from ..layout import Range
+from ..param import Sharded
+from .held import Held, HeldSlice, HeldWhole
+from .inventory import as_json, saved_range
+from .manifest import Json, OptimizerRecord
+
+_NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
+
+
+@dataclass
+class OptimizerInventory:
+    """An optimizer's states: the tensors, by key, and the rest."""
+
+    record: OptimizerRecord
+    tensors: dict[str, Held]
+
+
+def parameters_of(
+    optimizer: object, names: Mapping[int, str]
+) -> list[tuple[str, torch.Tensor, dict[str, Any]]]:
+    """The optimizer's parameters: name, itself, and its group.
+
+    Raises:
+        InputError: if it is no optimizer, or has a parameter that the model does not have.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(f"optimizer: expected a torch.optim.Optimizer, got a {type(optimizer)}")
+    found = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for param, _ in found:
+        if id(param) not in names:
+            raise InputError(
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that the model does "
+                "not have; give the model whose parameters it updates"
+            )
+    return [(names[id(param)], param, group) for param, group in found]
+
+
+def optimizer_inventory(
+    optimizer: Optimizer, names: Mapping[int, str], *, first: bool
+) -> OptimizerInventory:
+    """What ``optimizer`` holds.
+
+    Args:
+        names: id of a parameter of the model -> its name.
+        first: whether this rank saves what all ranks have whole.
+
+    Raises:
+        InputError: for param_groups that JSON cannot hold; see also ``parameters_of``.
+        OptimizerError: for a state that belongs to no element of its parameter.
+    """
+    params = parameters_of(optimizer, names)
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.lay_out()
+    groups: list[dict[str, Json]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        options: dict[str, Json] = {}
+        for key, value in group.items():
+            if key == "params":
+                value = [names[id(param)] for param in value]
+            elif isinstance(value, torch.Tensor) and value.ndim == 0:
+                value = value.item()
+            options[key] = as_json(value, f"param_groups[{number}][{key!r}]")
+        groups.append(options)
+    state: dict[str, dict[str, dict[str, Json]]] = {}
+    tensors: dict[str, Held] = {}
+    scalars: list[tuple[dict[str, Json], torch.Tensor]] = []
+    for name, param, _ in params:
+        entries = state.setdefault(name, {})
+        for key, value in optimizer.state.get(param, {}).items():
+            entry = entries[key] = {}
+            if isinstance(value, torch.Tensor) and _is_scalar(value):
+                scalars.append((entry, value))
+            elif isinstance(value, torch.Tensor):
+                tensors[f"{name}.{key}"] = held_state(param, name, key, value, first=first)
+                entry["tensor"] = f"{name}.{key}"
+            else:
+                entry["value"] = as_json(value, f"the optimizer's state {key!r} of {name}")
+    _read_scalars(scalars)
+    return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
+
+
+def _is_scalar(value: torch.Tensor) -> bool:
+    return value.ndim == 0 and not isinstance(value, Sharded)
+
+
+def held_state(
+    param: torch.Tensor, name: str, key: str, value: torch.Tensor, *, first: bool
+) -> Held:
+    """A state of ``param``, of its shape, as checkpoints read and write it.
+
+    Raises:
+        OptimizerError: for a state of another shape.
+    """
+    if isinstance(param, Sharded):
+        flat, segment = param.flat, param.segment
+        begin, end, skip = flat.local(segment)
+        local = value.local if isinstance(value, Sharded) else value
+        if local.ndim == 1 and local.numel() == end - begin:
+            place = flat.layout.segments[segment]
+            return HeldSlice(local, place.shape, place.order, skip, saved_range(flat, segment))
+    elif value.shape == param.shape:
+        return HeldWhole(value, saves=first)
+    elif value.ndim == 1 and value.numel() == param.numel():  # of zshard's optimizers
+        mine = Range(0, value.numel() if first else 0)
+        return HeldSlice(value, param.shape, tuple(memory_order(param)), 0, mine)
+    raise OptimizerError(
+        f"the optimizer's state {key!r} of {name} {tuple(param.shape)} is a tensor of shape "
+        f"{tuple(value.shape)}, not one element for each of the parameter's; it cannot be saved"
+    )
+
+
+def _read_scalars(scalars: Sequence[tuple[dict[str, Json], torch.Tensor]]) -> None:
+    """Fill in the values of 0-d tensors, with one read-back for each dtype and device."""
+    alike: dict[tuple[torch.dtype, torch.device], list[tuple[dict[str, Json], torch.Tensor]]]
+    alike = defaultdict(list)
+    for entry, value in scalars:
+        alike[value.dtype, value.device].append((entry, value))
+    for (dtype, device), group in alike.items():
+        values = torch.stack([value.detach() for _, value in group]).tolist()
+        for (entry, _), number in zip(group, values, strict=True):
+            finite = not isinstance(number, float) or math.isfinite(number)
+            entry["value"] = number if finite else str(number)
+            entry["dtype"] = str(dtype).removeprefix("torch.")
+            entry["on"] = "host" if device.type == "cpu" else "device"
+
+
+def scalar_of(entry: Mapping[str, Json], device: torch.device) -> object:
+    """What an entry without a tensor stands for."""
+    value, dtype = entry["value"], entry.get("dtype")
+    if dtype is None:
+        return value
+    if isinstance(value, str):
+        value = _NOT_FINITE[value]
+    where = "cpu" if entry["on"] == "host" else device
+    return torch.tensor(value, dtype=getattr(torch, str(dtype)), device=where)

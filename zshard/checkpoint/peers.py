@@ -1,0 +1,115 @@
+"""Stages of a save or a load that all ranks end alike: all go on, or all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import ClassVar, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .. import errors
+from ..comm import Comm, Tag
+from ..errors import CommError, Error
+
+T = TypeVar("T")
+
+
+class Peers:
+    """The ranks of a wrapped model, as a save or a load meets them.
+
+    Args:
+        what: is done, for errors.
+    """
+
+    def __init__(self, comm: Comm, what: str) -> None:
+        self.rank, self.size, self.what = comm.place, comm.world, what
+        self._comm = comm
+
+    def together(self, stage: Callable[[], T]) -> list[T]:
+        """Run ``stage`` on every rank; its results (picklable), in rank order.
+
+        Raises:
+            Error: on every rank, if it raised on one: there what it raised, elsewhere the same
+                type with the same words, and the rank.
+        """
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = stage()
+        except Exception as error:
+            failure = error
+        said = None if failure is None else (type(failure).__name__, str(failure))
+        everyone = self._gather((said, result))
+        if failure is not None:
+            raise failure
+        results: list[T] = []
+        for rank, item in enumerate(everyone):
+            assert isinstance(item, tuple)
+            words, value = item
+            if words is not None:
+                kind = getattr(errors, words[0], None)
+                if not (isinstance(kind, type) and issubclass(kind, Error)):
+                    kind, words = errors.CheckpointError, ("", ": ".join(words))
+                raise kind(f"rank {rank}: {words[1]}")
+            results.append(value)
+        return results
+
+    def _gather(self, item: object) -> list[object]:
+        if self.size == 1:
+            return [item]
+        return self._comm.all_gather_object(item, Tag(0, self.what, "root"))
+
+
+class Background(Peers):
+    """The same ranks, for a thread beside the one that trains: on a gloo group of their own.
+
+    Every rank has to make one, in the same order. ``thread`` runs what it is given one after the
+    other, so that all ranks' threads meet in the same order too.
+    """
+
+    # For each set of ranks: a gloo group holds threads and sockets, and nothing would end one that
+    # was made for a single model.
+    _made: ClassVar[
+        WeakKeyDictionary[
+            dist.ProcessGroup,
+            dict[tuple[tuple[int, ...], timedelta], tuple[dist.ProcessGroup, ThreadPoolExecutor]],
+        ]
+    ] = WeakKeyDictionary()
+    _alone = ThreadPoolExecutor(1, "zshard-save")  # starts its thread at the first use
+
+    def __init__(self, comm: Comm, what: str) -> None:
+        super().__init__(comm, what)
+        self.thread = self._alone
+        if self.size == 1:
+            return
+        everyone = comm.all_gather_object(dist.get_rank(), Tag(0, what, "root"))
+        ranks = tuple(rank for rank in everyone if isinstance(rank, int))
+        control = comm.axes[0].control
+        assert dist.group.WORLD is not None and control is not None
+        timeout: timedelta = control._get_backend(torch.device("cpu")).options._timeout
+        made = self._made.setdefault(dist.group.WORLD, {})
+        if (ranks, timeout) not in made:
+            with comm.named_errors("new_group", Tag(0, what, "root")):
+                group = dist.new_group(
+                    list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
+                )
+            made[ranks, timeout] = group, ThreadPoolExecutor(1, "zshard-save")
+        self._group, self.thread = made[ranks, timeout]
+        # torch numbers a group's ranks by their global ones.
+        self._order = [sorted(ranks).index(rank) for rank in ranks]
+
+    def _gather(self, item: object) -> list[object]:
+        if self.size == 1:
+            return [item]
+        everyone: list[object] = [None] * self.size
+        try:
+            dist.all_gather_object(everyone, item, self._group)
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {self.rank} of {self.size} lost another rank at {self.what}: {error}"
+            ) from error
+        return [everyone[place] for place in self._order]

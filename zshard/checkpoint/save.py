@@ -1,0 +1,168 @@
+"""``zshard.save``: a checkpoint that every rank writes its own part of, whole or absent."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Literal, overload
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import InputError, StateError
+from ..schedule import Schedule
+from ..wrap import schedule_of
+from . import catalogue
+from .held import HeldWhole
+from .inventory import as_json
+from .optimizer_state import optimizer_inventory
+from .peers import Background, Peers
+from .rng import random_state
+from .saving import Job, Stock, agree_on, stock_of_model
+
+_PENDING: WeakKeyDictionary[Schedule, SaveHandle] = WeakKeyDictionary()
+
+Path = str | os.PathLike[str]
+
+
+class SaveHandle:
+    """A save under way in the background.
+
+    Attributes:
+        path: of the checkpoint.
+        total_bytes: that this rank writes; written_bytes: those it has written.
+    """
+
+    def __init__(self, job: Job, future: Future[None]) -> None:
+        self._job, self._future = job, future
+        self.path, self.total_bytes = job.target, job.total_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that this rank has written so far."""
+        return self._job.written_bytes
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            Error: on every rank, if it failed on one.
+        """
+        self._future.result()
+
+
+@overload
+def save(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = ...,
+    *,
+    extra: object = ...,
+    keep: int | None = ...,
+    asynchronous: Literal[False] = ...,
+    rng: bool = ...,
+) -> None: ...
+
+
+@overload
+def save(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = ...,
+    *,
+    extra: object = ...,
+    keep: int | None = ...,
+    asynchronous: bool,
+    rng: bool = ...,
+) -> SaveHandle | None: ...
+
+
+def save(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: object = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    rng: bool = False,
+) -> SaveHandle | None:
+    """Save a wrapped model, and its optimizer, to the folder ``path``; every rank calls this.
+
+    The folder holds whole tensors in safetensors files under the model's own names, and a JSON
+    manifest. It is there when it is whole; a checkpoint that was at ``path`` is replaced by it, and
+    stays if the save fails or is killed.
+
+    Args:
+        path: a new folder, or an existing checkpoint; the same on every rank, on a file system that
+            all ranks see.
+        optimizer: any that works on the wrapped model.
+        extra: None, booleans, finite numbers, text, and lists, tuples (which come back as lists)
+            and dicts (with text for keys) of them; the same on every rank.
+        keep: how many checkpoints to keep in the path's folder; older ones are deleted after this
+            one is whole.
+        asynchronous: return as soon as the state is copied, which takes as much memory again on the
+            host, and write in the background. Saves follow one another. A failure is raised by the
+            handle's ``wait``, or by the model's next save.
+        rng: save also the states of every rank's random number generators: torch's for the CPU and
+            the current GPU, Python's and NumPy's.
+
+    Returns:
+        With ``asynchronous``, a handle to wait for, and to see the progress by.
+
+    Raises:
+        InputError: for arguments that cannot be used, before anything is written.
+        MismatchError: on every rank, if the ranks' arguments differ.
+        CheckpointError: on every rank, if a file system refuses; nothing but this save is lost.
+        CommError: if another rank has died.
+        StateError: inside a forward or backward; for a model without values.
+    """
+    schedule = schedule_of(model)
+    what = f"save({catalogue.shown(path)})"
+    begin(schedule, what)
+    peers = Background(schedule.comm, what) if asynchronous else Peers(schedule.comm, what)
+
+    def take() -> Stock:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
+        stock, found = stock_of_model(schedule, path)
+        stock.keep, stock.extra = keep, as_json(extra, "extra")
+        if optimizer is not None:
+            state = optimizer_inventory(optimizer, found.names, first=peers.rank == 0)
+            stock.tensors["optimizer"], stock.optimizer = state.tensors, state.record
+        if rng:
+            own = random_state(schedule.device)
+            stock.tensors["rng"] = {
+                f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.rank)
+                for rank in range(peers.size)
+            }
+        return stock
+
+    job = Job(peers, agree_on(peers, take))
+    if not isinstance(peers, Background):
+        job.run()
+        return None
+    peers.together(job.take_snapshot)
+    handle = _PENDING[schedule] = SaveHandle(job, peers.thread.submit(job.run))
+    return handle
+
+
+def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
+    """Meet the other ranks for ``what``, after an asynchronous save that is under way.
+
+    Raises:
+        Error: on every rank, if that save failed.
+        MismatchError: on every rank, if the ranks are about to do different things.
+        StateError: inside a forward, a backward or full_params; for a model without values.
+    """
+    handle = _PENDING.pop(schedule, None)
+    if handle is not None:
+        handle.wait()
+    if schedule.whole:
+        raise StateError(f"{what} inside zshard.full_params, whose changes are not taken in yet")
+    schedule.begin_call(what, unusable_ok=unusable_ok)

@@ -1,0 +1,279 @@
+"""How a checkpoint is written.
+
+[Note: the stages of a save]
+All ranks take stock of the same tensors, and so know every file's layout. The first makes the
+folder and the files' headers; each writes the elements that it owns where they belong, and syncs;
+the first collects the checksums, writes the manifest, and renames the folder. After every stage all
+ranks learn whether one has failed: then all raise, and what was written is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CheckpointError, MismatchError
+from ..schedule import Schedule
+from . import catalogue, files
+from .files import File
+from .held import Held, Snapshot, bytes_of, in_file_order, positions
+from .inventory import Inventory, inventory_of
+from .loading import runs
+from .manifest import CHUNK_BYTES, NAME, Chunk, DataFile, Json, Manifest, OptimizerRecord, Stored
+from .peers import Peers
+from .tensorfile import CODES, Planned, Slab, index_of, plan_files
+
+FILE_BYTES = 5 * 10**9  # of tensors a file, as Hugging Face's tools have it
+
+
+@dataclass
+class Stock:
+    """What is to be saved.
+
+    Attributes:
+        id: of the save.
+        tensors: kind ("model", "master", "optimizer", "rng") -> name -> tensor.
+        exported: see ``Manifest``.
+        texts: further files, by name.
+    """
+
+    id: str
+    target: str
+    tensors: dict[str, dict[str, Held]]
+    aliases: dict[str, str]
+    buffers: list[str]
+    extra_state: dict[str, Json]
+    optimizer: OptimizerRecord | None = None
+    extra: Json = None
+    keep: int | None = None
+    exported: bool = False
+    texts: dict[str, bytes] = field(default_factory=dict)
+
+    def digest(self) -> int:
+        """Of what has to be the same on every rank."""
+        tensors = [
+            [kind, name, str(held.dtype), list(held.shape), list(held.order)]
+            for kind, of_kind in self.tensors.items()
+            for name, held in of_kind.items()
+        ]
+        record = None if self.optimizer is None else asdict(self.optimizer)
+        texts = {name: zlib.crc32(text) for name, text in self.texts.items()}
+        facts = [tensors, record, self.extra, self.keep, texts]
+        return zlib.crc32(json.dumps(facts).encode())
+
+
+def agree_on(peers: Peers, take: Callable[[], Stock]) -> Stock:
+    """Take stock on every rank, and make sure that all are to save the same.
+
+    Raises:
+        Error: what ``take`` raised on any rank.
+        MismatchError: if the ranks are to save different things.
+    """
+    stock: list[Stock] = []
+
+    def described() -> tuple[str, int]:
+        stock.append(take())
+        return stock[0].id, stock[0].digest()
+
+    outcomes = peers.together(described)
+    if differing := [r for r, (_, digest) in enumerate(outcomes) if digest != outcomes[0][1]]:
+        raise MismatchError(
+            f"{peers.what}: ranks {differing} were given other arguments, or another state of the "
+            "optimizer, than rank 0. Pass the same on every rank; what differs, such as a loss, "
+            "gather first (torch.distributed.all_gather_object)."
+        )
+    return replace(stock[0], id=outcomes[0][0])
+
+
+def stock_of_model(schedule: Schedule, path: object) -> tuple[Stock, Inventory]:
+    """The parameters and buffers of a wrapped model, to be saved at ``path``."""
+    found = inventory_of(schedule)
+    stock = Stock(
+        id=secrets.token_hex(16),
+        target=catalogue.absolute(path),
+        tensors={"model": found.parameters | found.buffers, "master": found.masters},
+        aliases=found.aliases,
+        buffers=list(found.buffers),
+        extra_state=found.extra_state,
+    )
+    return stock, found
+
+
+class Task(NamedTuple):
+    """A tensor to be written."""
+
+    kind: str
+    name: str
+    file: str
+    slab: Slab
+    held: Held
+
+
+class Job:
+    """One save on one rank; see [Note: the stages of a save].
+
+    Attributes:
+        total_bytes: of tensors that this rank writes; written_bytes: of those it has written.
+    """
+
+    def __init__(self, peers: Peers, stock: Stock) -> None:
+        self._peers, self._stock = peers, stock
+        self._place = catalogue.saving(stock.target, stock.id)
+        self._seed = zlib.crc32(stock.id.encode())
+        self._files: list[Planned] = []
+        self._tasks: list[Task] = []
+        self._texts = dict(stock.texts)
+        metadata = {"format": "pt", "zshard_save": stock.id}
+        for kind, of_kind in stock.tensors.items():
+            if not of_kind:
+                continue
+            shapes = {name: (held.dtype, tuple(held.shape)) for name, held in of_kind.items()}
+            planned = plan_files(kind, shapes, metadata, FILE_BYTES)
+            if len(planned) > 1:
+                self._texts[f"{kind}.safetensors.index.json"] = index_of(planned)
+            for file in planned:
+                self._files.append(file)
+                for name, slab in file.slabs.items():
+                    self._tasks.append(Task(kind, name, file.name, slab, of_kind[name]))
+        self.total_bytes = sum(t.held.mine.numel * t.held.dtype.itemsize for t in self._tasks)
+        self.written_bytes = 0
+
+    @property
+    def target(self) -> str:
+        """The path of the checkpoint."""
+        return self._stock.target
+
+    def take_snapshot(self) -> None:
+        """Copy what this rank is to write, so that training may go on."""
+        self._tasks = [task._replace(held=Snapshot(task.held)) for task in self._tasks]
+
+    def run(self) -> None:
+        """Write the checkpoint.
+
+        Raises:
+            Error: on every rank, if it failed on one.
+        """
+        first = self._peers.rank == 0
+        with ExitStack() as claim:
+            try:
+                self._peers.together(lambda: self._begin(claim) if first else None)
+                checksums = self._peers.together(self._write)
+                self._peers.together(lambda: self._complete(checksums) if first else None)
+            except BaseException:
+                if first and files.exists(self._place):
+                    with suppress(CheckpointError):
+                        files.remove(self._place)
+                raise
+
+    def _begin(self, claim: ExitStack) -> None:
+        """Make the folder and the files, with their headers."""
+        files.make_parents(os.path.dirname(self.target))
+        catalogue.tidy(self.target)
+        catalogue.check_target(self.target)
+        files.make_folder(self._place)
+        claim.enter_context(catalogue.claimed(self._place))
+        for planned in self._files:
+            files.write_whole(os.path.join(self._place, planned.name), planned.header)
+        for name, text in self._texts.items():
+            files.write_whole(os.path.join(self._place, name), text)
+        files.sync_folder(self._place)
+
+    def _write(self) -> list[tuple[int, Chunk]]:
+        """Write what this rank saves; the chunks, by number of the task."""
+        written: list[tuple[int, Chunk]] = []
+        with ExitStack() as opened:
+            handles: dict[str, File] = {}
+            for number, task in enumerate(self._tasks):
+                if task.held.mine.numel == 0:
+                    continue
+                if task.file not in handles:
+                    path = os.path.join(self._place, task.file)
+                    handles[task.file] = opened.enter_context(File.to_write(path))
+                for chunk in self._write_tensor(handles[task.file], task):
+                    written.append((number, chunk))
+            for file in handles.values():
+                file.sync()
+        return written
+
+    def _write_tensor(self, file: File, task: Task) -> Iterator[Chunk]:
+        held, itemsize = task.held, task.held.dtype.itemsize
+        straight = in_file_order(held.order, held.shape)
+        for begin in range(*held.mine, CHUNK_BYTES // itemsize):
+            end = min(begin + CHUNK_BYTES // itemsize, held.mine.end)
+            with torch.no_grad():
+                values = held.read(begin, end).to("cpu").contiguous()
+            data = bytes_of(values)
+            if straight:
+                file.write(data, task.slab.offset + begin * itemsize)
+            else:
+                _scatter(file, task, values, begin, end)
+            self.written_bytes += len(data)
+            yield Chunk(begin, end, zlib.crc32(data, self._seed))
+
+    def _complete(self, checksums: list[list[tuple[int, Chunk]]]) -> None:
+        """Write the manifest, and make the folder the checkpoint."""
+        stock = self._stock
+        chunks: list[list[Chunk]] = [[] for _ in self._tasks]
+        for of_rank in checksums:
+            for number, chunk in of_rank:
+                chunks[number].append(chunk)
+        tensors: dict[str, dict[str, Stored]] = {kind: {} for kind in stock.tensors}
+        for task, unsorted in zip(self._tasks, chunks, strict=True):
+            parts = sorted(unsorted)
+            tensors[task.kind][task.name] = Stored(
+                task.file,
+                task.slab.offset,
+                CODES[task.held.dtype],
+                tuple(task.held.shape),
+                task.held.order,
+                tuple(part.end for part in parts),
+                tuple(part.crc32 for part in parts),
+            )
+        whole = catalogue.whole(os.path.dirname(self.target))
+        manifest = Manifest(
+            id=stock.id,
+            sequence=1 + max((found.sequence for _, found in whole), default=0),
+            saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            ranks=self._peers.size,
+            files=self._data_files(),
+            tensors=tensors,
+            aliases=stock.aliases,
+            buffers=stock.buffers,
+            extra_state=stock.extra_state,
+            optimizer=stock.optimizer,
+            extra=stock.extra,
+            exported=stock.exported,
+        )
+        files.write_whole(os.path.join(self._place, NAME), manifest.encode())
+        files.sync_folder(self._place)
+        catalogue.commit(self._place, self.target)
+        if stock.keep is not None:
+            catalogue.prune(self.target, stock.id, stock.keep)
+
+    def _data_files(self) -> dict[str, DataFile]:
+        found = {
+            file.name: DataFile(file.nbytes, len(file.header), zlib.crc32(file.header))
+            for file in self._files
+        }
+        for name, text in self._texts.items():
+            found[name] = DataFile(len(text), len(text), zlib.crc32(text))
+        return found
+
+
+def _scatter(file: File, task: Task, values: torch.Tensor, begin: int, end: int) -> None:
+    """Write elements whose memory order is not the file's, in runs that are contiguous there."""
+    itemsize = values.element_size()
+    at, order = positions(task.slab.shape, task.held.order, begin, end).sort()
+    data = bytes_of(values := values[order])
+    for start, stop in runs(at):
+        offset = task.slab.offset + int(at[start]) * itemsize
+        file.write(data[start * itemsize : stop * itemsize], offset)

@@ -1,0 +1,172 @@
+"""The safetensors format: its headers, written and read here so that ranks share a file.
+
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes in C
+order without gaps (https://huggingface.co/docs/safetensors, "Format"). The safetensors package
+writes whole files from one process; here every rank writes its own ranges of a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CheckpointError, InputError
+from .files import File
+
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100_000_000  # bytes; what the safetensors package accepts
+
+CODES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
+
+
+class Slab(NamedTuple):
+    """A tensor's place in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes, from the start of the file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Planned(NamedTuple):
+    """A file before it is written."""
+
+    name: str
+    header: bytes  # with its length
+    slabs: dict[str, Slab]
+    nbytes: int
+
+
+def plan_files(
+    stem: str,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    limit: int,
+) -> list[Planned]:
+    """Lay tensors out in files of at most ``limit`` bytes (or one tensor).
+
+    Args:
+        stem: of the names, "model" for model.safetensors or model-00001-of-00002.safetensors.
+        metadata: text for the files' headers.
+
+    Raises:
+        InputError: for a dtype that the format does not have.
+    """
+    groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    room = limit
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in CODES:
+            raise InputError(f"{name} is of {dtype}, which safetensors files do not have")
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes > room and groups[-1]:
+            groups.append({})
+            room = limit
+        groups[-1][name] = dtype, shape
+        room -= nbytes
+    count = len(groups)
+    names = [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    if count == 1:
+        names = [f"{stem}.safetensors"]
+    return [_plan(name, group, metadata) for name, group in zip(names, groups, strict=True)]
+
+
+def _plan(
+    name: str,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+) -> Planned:
+    # Widest first, so that every tensor is aligned to its elements.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for key, (dtype, shape) in ordered:
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[key] = dict(dtype=CODES[dtype], shape=list(shape), data_offsets=[begin, end])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = _LENGTH_BYTES + len(text)
+    slabs: dict[str, Slab] = {}
+    offset = data
+    for key, (dtype, shape) in ordered:
+        slabs[key] = Slab(dtype, shape, offset)
+        offset += slabs[key].nbytes
+    return Planned(name, len(text).to_bytes(_LENGTH_BYTES, "little") + text, slabs, offset)
+
+
+def index_of(files: Sequence[Planned]) -> bytes:
+    """The index that Hugging Face's tools look for beside several files."""
+    weight_map = {name: file.name for file in files for name in file.slabs}
+    total = sum(slab.nbytes for file in files for slab in file.slabs.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2).encode()
+
+
+def read_header(file: File) -> dict[str, Slab]:
+    """The tensors of a file.
+
+    Raises:
+        CheckpointError: for a file that is not a whole, well-formed safetensors file.
+    """
+    size = file.size()
+    length = bytearray(_LENGTH_BYTES)
+    file.read(length, 0)
+    count = int.from_bytes(length, "little")
+    if count > min(size - _LENGTH_BYTES, _MAX_HEADER):
+        raise CheckpointError(f"{file.path}: no safetensors file (a header of {count} bytes)")
+    text = bytearray(count)
+    file.read(text, _LENGTH_BYTES)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        slabs = {name: _slab(entry, _LENGTH_BYTES + count) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file.path}: its safetensors header is damaged: {error}") from error
+    end = _LENGTH_BYTES + count
+    for name, slab in sorted(slabs.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if slab.offset != end:
+            raise CheckpointError(f"{file.path}: {name} does not begin where the one before ends")
+        end += slab.nbytes
+    if end != size:
+        raise CheckpointError(f"{file.path}: has {size} bytes, and its header tells of {end}")
+    return slabs
+
+
+def _slab(entry: Mapping[str, object], data: int) -> Slab:
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if code not in DTYPES:
+        raise ValueError(f"unknown dtype {code!r}")
+    if not isinstance(shape, list) or not isinstance(offsets, list):
+        raise ValueError("a shape or an offset that is no list")
+    if any(type(n) is not int or n < 0 for n in [*shape, *offsets]):
+        raise ValueError("a size that is no whole number")
+    begin, end = offsets
+    slab = Slab(DTYPES[str(code)], tuple(shape), data + begin)
+    if end - begin != slab.nbytes:
+        raise ValueError(f"{end - begin} bytes for {slab.dtype} of shape {shape}")
+    return slab
