@@ -88,7 +88,10 @@ def test_what_is_added_or_replaced_after_wrap_is_refused_and_can_be_undone(
         (lambda m: m.inlet.weight.data_ptr(), r"inlet\.weight.*zshard\.full_param"),
         (lambda m: m.share_memory(), r"inlet\.weight.*zshard\.full_param"),
         (lambda m: torch.save(m, io.BytesIO()), r"zshard\.full_params"),
-        (lambda m: torch.save(m.state_dict(), io.BytesIO()), r"zshard\.full_params"),
+        (
+            lambda m: torch.save(m.state_dict(), io.BytesIO()),
+            r"zshard\.state_dict\(model\).*zshard\.save",
+        ),
         (lambda m: m.inlet.weight[0], r"inlet\.weight"),
         (lambda m: m.inlet.weight.norm(), r"inlet\.weight"),
         (

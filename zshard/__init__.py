@@ -21,6 +21,7 @@ from .optim import SGD, Adam, AdamW
 from .precision import Precision
 from .scaler import GradScaler
 from .session import memory, method, no_sync, reset, stats, trace
+from .state import state_dict
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
 from .wrap import wrap
 
@@ -57,6 +58,7 @@ __all__ = [
     "no_sync",
     "reset",
     "save",
+    "state_dict",
     "stats",
     "trace",
     "wrap",
