@@ -202,6 +202,15 @@ def test_torchs_adamw_goes_on_from_zshards(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
 
 
+def test_a_rule_that_zshards_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:
+    model, _ = plain()
+    theirs = torch.optim.AdamW(model.parameters(), maximize=True)
+    train(model, theirs, 0, range(1))
+    zshard.save(tmp_path / "a", model, theirs)
+    with pytest.raises(zshard.CheckpointError, match="maximize=True"):
+        zshard.load(tmp_path / "a", model, zshard.AdamW(model.parameters()))
+
+
 @pytest.mark.parametrize(
     "make",
     [

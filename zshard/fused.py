@@ -171,7 +171,7 @@ class FusedOptimizer(Optimizer):
         numbered = self._numbered(state_dict)
         saved = {numbered[number]: values for number, values in state_dict["state"].items()}
         self._check_state(saved)
-        groups = [self._own_settings(group) for group in state_dict["param_groups"]]
+        groups = [self.own_settings(group) for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._built_for = []
         self.lay_out()
@@ -183,7 +183,7 @@ class FusedOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         return dict(zip(calls, params, strict=True))
 
-    def _own_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+    def own_settings(self, group: dict[str, Any]) -> dict[str, Any]:
         """Of a saved group what this optimizer has."""
         fixed = self._torch_settings()
         for name, value in fixed.items():

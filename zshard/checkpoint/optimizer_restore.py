@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..errors import OptimizerError
 from ..fused import FusedOptimizer
 from ..param import Sharded
 from .held import Held
@@ -156,7 +157,13 @@ def _match_groups(
         own = [names[n] for p in group["params"] if (n := inventory.names[id(p)]) in names]
         sources = {group_of[name] for name in own if name in group_of}
         if len(sources) == 1:
-            found.groups.append((group, groups[sources.pop()]))
+            options = groups[sources.pop()]
+            if isinstance(optimizer, FusedOptimizer):
+                try:
+                    options = optimizer.own_settings(options)
+                except OptimizerError as error:
+                    found.match.problems.append(f"param_groups[{number}]: {error}")
+            found.groups.append((group, options))
         elif len(sources) > 1:
             found.match.problems.append(
                 f"param_groups[{number}]: its parameters were in groups {sorted(sources)}"
