@@ -141,7 +141,7 @@ class Scene:
 
     def check(self, folder: Path, states: States, news: set[str]) -> str | None:
         """See that every checkpoint is whole; returns the state at the target."""
-        now = states.at(folder / self.target) if self._is_there(folder) else None
+        now = states.at(folder / self.target) if self._is_there(folder, states) else None
         assert now in {self.before.get(self.target), *news}, now
         is_new = now in news
         kept = []
@@ -156,7 +156,7 @@ class Scene:
         assert latest == (None if newest is None else str(folder / newest)), latest
         return now
 
-    def _is_there(self, folder: Path) -> bool:
+    def _is_there(self, folder: Path, states: States) -> bool:
         """False for an empty folder, which is no checkpoint, and says so."""
         place = folder / self.target
         if not place.is_dir() or list(place.iterdir()):

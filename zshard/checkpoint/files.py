@@ -176,12 +176,11 @@ def names_in(folder: str) -> list[str]:
 
 
 def remove(path: str) -> None:
-    """Remove a folder with all that is in it, or a file."""
-    if is_folder(path) and not os.path.islink(path):
-        for name in names_in(path):
-            remove(os.path.join(path, name))
-        with _names(path):
+    """Remove a folder with all that is in it, or a file; what is not there (any more) is well."""
+    with _names(path), suppress(FileNotFoundError):  # another job tidies the same folder
+        if is_folder(path) and not os.path.islink(path):
+            for name in sorted(os.listdir(path)):
+                remove(os.path.join(path, name))
             os.rmdir(path)
-    else:
-        with _names(path):
+        else:
             os.unlink(path)
