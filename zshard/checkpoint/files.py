@@ -43,7 +43,8 @@ class File:
     @classmethod
     def to_read(cls, path: str) -> File:
         """A file that exists."""
-        return cls(path, os.O_RDONLY)
+        # A pipe in its place would make a plain open wait forever.
+        return cls(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of ``data``.
@@ -110,10 +111,12 @@ def write_whole(path: str, data: bytes) -> None:
         file.sync()
 
 
-def read_whole(path: str) -> bytes:
-    """All of a file."""
+def read_whole(path: str, limit: int) -> bytes:
+    """All of a file, of at most ``limit`` bytes."""
     with File.to_read(path) as file:
-        data = bytearray(file.size())
+        if (size := file.size()) > limit:
+            raise CheckpointError(f"{path}: has {size} bytes; {limit} are the most that are read")
+        data = bytearray(size)
         file.read(data, 0)
     return bytes(data)
 

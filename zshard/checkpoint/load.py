@@ -83,6 +83,7 @@ def load(
         raise CheckpointError(f"{label}: the ranks found different checkpoints there: {ids}")
     place, saved = found[0]
     work: list[tuple[Match, OptimizerMatch | None]] = []
+    generators = torch.empty(NBYTES, dtype=torch.uint8)
 
     def compare() -> None:
         inventory = inventory_of(schedule)
@@ -96,13 +97,15 @@ def load(
             match.problems += [
                 f"{name}: missing, and it has no values yet" for name in match.missing
             ]
+        if rng:
+            states_of, key = saved.tensors.get("rng", {}), f"rank-{peers.rank:05d}"
+            if len(states_of) != peers.size or key not in states_of:
+                raise CheckpointError(
+                    f"{label} has the random states of {len(states_of)} ranks, and there are "
+                    f"{peers.size}; save with rng=True, or leave rng=True out"
+                )
+            match.add(key, states_of[key], HeldWhole(generators, saves=False))
         match.refuse(label, strict=strict)
-        states_of = saved.tensors.get("rng", {})
-        if rng and len(states_of) != peers.size:
-            raise CheckpointError(
-                f"{label} has the random states of {len(states_of)} ranks, and there are "
-                f"{peers.size}; save with rng=True, or leave rng=True out"
-            )
         work.append((match, states))
 
     peers.together(compare)
@@ -110,15 +113,10 @@ def load(
     schedule.unusable = f"a load of {label} failed halfway; load a checkpoint that is whole"
 
     def take() -> None:
-        pairs = list(match.pairs)
-        if rng:
-            generators = torch.empty(NBYTES, dtype=torch.uint8)
-            key = f"rank-{peers.rank:05d}"
-            pairs.append((key, saved.tensors["rng"][key], HeldWhole(generators, saves=False)))
         flats = [flat for unit in schedule.units for flat in unit.flats]
         for flat in flats:
             flat.before_write()
-        fill(place, pairs, saved.seed)
+        fill(place, match.pairs, saved.seed)
         for flat in flats:
             flat.updated(send_written=False)
         if states is not None:

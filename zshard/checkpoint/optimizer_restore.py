@@ -31,14 +31,12 @@ class OptimizerMatch:
     optimizer: Optimizer
     match: Match = field(default_factory=Match)
     states: dict[torch.Tensor, State] = field(default_factory=dict)
-    groups: list[tuple[dict[str, Any], dict[str, Json]]] = field(default_factory=list)
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def finish(self) -> None:
         """Hand the states, now filled, to the optimizer."""
         for group, options in self.groups:
-            for key, value in options.items():
-                if key != "params" and key in group:
-                    group[key] = _like(group[key], value)
+            group.update(options)
         fused = isinstance(self.optimizer, FusedOptimizer)
         for param, state in self.states.items():
             if not fused:
@@ -116,7 +114,10 @@ def _state(
     state: State = {}
     for state_name, entry in entries.items():
         if "tensor" not in entry:
-            state[state_name] = scalar_of(entry, param.device)
+            try:
+                state[state_name] = scalar_of(entry, param.device)
+            except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+                match.problems.append(f"the optimizer's state {state_name!r} of {name}: {error!r}")
             continue
         stored = saved.tensors["optimizer"][str(entry["tensor"])]
         label = f"the optimizer's state {state_name!r} of {name}"
@@ -156,7 +157,15 @@ def _match_groups(
         own = [names[n] for p in group["params"] if (n := inventory.names[id(p)]) in names]
         sources = {group_of[name] for name in own if name in group_of}
         if len(sources) == 1:
-            found.groups.append((group, groups[sources.pop()]))
+            options = groups[sources.pop()]
+            try:
+                own_options = {
+                    k: _like(group[k], v) for k, v in options.items() if k != "params" and k in group
+                }
+            except (TypeError, RuntimeError) as error:
+                found.match.problems.append(f"param_groups[{number}]: {error}")
+            else:
+                found.groups.append((group, own_options))
         elif len(sources) > 1:
             found.match.problems.append(
                 f"param_groups[{number}]: its parameters were in groups {sorted(sources)}"
