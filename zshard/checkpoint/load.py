@@ -116,9 +116,11 @@ def load(
         flats = [flat for unit in schedule.units for flat in unit.flats]
         for flat in flats:
             flat.before_write()
-        fill(place, match.pairs, saved.seed)
-        for flat in flats:
-            flat.updated(send_written=False)
+        try:
+            fill(place, match.pairs, saved.seed)
+        finally:  # also where it fails: on the other ranks it may not, and all count alike
+            for flat in flats:
+                flat.updated(send_written=False)
         if states is not None:
             states.finish()
         set_extra_state(model, saved.extra_state)
