@@ -94,9 +94,9 @@ class States:
     def __init__(self, *labels: str) -> None:
         self.runs = {label: Run(seed) for seed, label in enumerate(labels, 1)}
         self.expected = {label: run.bits() for label, run in self.runs.items()}
-        assert not any(
-            same(a, b) for a, b in itertools.combinations(self.expected.values(), 2)
-        ), "two states are the same: nothing could be told apart"
+        assert not any(same(a, b) for a, b in itertools.combinations(self.expected.values(), 2)), (
+            "two states are the same: nothing could be told apart"
+        )
         self.reader = Run(len(labels) + 1)
 
     def save(self, label: str, path: str | Path, **options: Any) -> None:

@@ -32,7 +32,9 @@ def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, v
             folder, store = base / str(after), base / f"store{after}"
             scene.build(folder, states)
             children = [
-                fork(lambda r=r: save_as(r, scene, folder, store, base, after if r == victim else 0))
+                fork(
+                    lambda r=r: save_as(r, scene, folder, store, base, after if r == victim else 0)
+                )
                 for r in range(2)
             ]
             ended = [wait(pid) for pid in children]

@@ -206,6 +206,7 @@ def _check_optimizer(record: OptimizerRecord, tensors: Mapping[str, Stored]) -> 
                     entry.keys() == {"value", "dtype", "on"}
                     and entry["dtype"] in _DTYPE_NAMES
                     and entry["on"] in ("host", "device")
+                    and type(entry["value"]) in (bool, int, float, str)
                 )
             if not known:
                 raise ValueError(f"state {state!r} of {name!r}: {entry!r:.200}")

@@ -10,11 +10,10 @@ from torch.optim import Optimizer
 
 from ..fused import FusedOptimizer
 from ..param import Sharded
-from .held import Held
 from .inventory import Inventory
 from .loading import Match
 from .manifest import Json, Manifest
-from .optimizer_state import held_state, parameters_of, scalar_of
+from .optimizer_state import held_state, is_scalar, parameters_of, scalar_of
 
 State = dict[str, Any]
 
@@ -113,18 +112,27 @@ def _state(
         return {}
     state: State = {}
     for state_name, entry in entries.items():
-        if "tensor" not in entry:
-            try:
-                state[state_name] = scalar_of(entry, param.device)
-            except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
-                match.problems.append(f"the optimizer's state {state_name!r} of {name}: {error!r}")
-            continue
-        stored = saved.tensors["optimizer"][str(entry["tensor"])]
         label = f"the optimizer's state {state_name!r} of {name}"
-        value = own[state_name] if own else _empty_state(param, stored.torch_dtype)
+        before = own[state_name] if own else None
+        scalar = "tensor" not in entry
+        if scalar:
+            try:
+                value = scalar_of(entry, param.device)
+            except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+                match.problems.append(f"{label}: {error!r}")
+                continue
+        else:
+            stored = saved.tensors["optimizer"][str(entry["tensor"])]
+            value = before if own else _empty_state(param, stored.torch_dtype)
+        if own and (
+            is_scalar(before) != scalar or torch.is_tensor(value) != torch.is_tensor(before)
+        ):
+            match.problems.append(f"{label}: a scalar was saved, or is there now, but not both")
+            continue
         state[state_name] = value
-        held: Held = held_state(param, name, state_name, value, first=False)
-        match.add(label, stored, held)
+        if not scalar:
+            assert isinstance(value, torch.Tensor)
+            match.add(label, stored, held_state(param, name, state_name, value, first=False))
     if own and not entries:  # as before the first step
         state = {k: torch.zeros_like(v) for k, v in own.items()}
     return state
@@ -160,7 +168,9 @@ def _match_groups(
             options = groups[sources.pop()]
             try:
                 own_options = {
-                    k: _like(group[k], v) for k, v in options.items() if k != "params" and k in group
+                    k: _like(group[k], v)
+                    for k, v in options.items()
+                    if k != "params" and k in group
                 }
             except (TypeError, RuntimeError) as error:
                 found.match.problems.append(f"param_groups[{number}]: {error}")
