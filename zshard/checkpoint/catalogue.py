@@ -135,6 +135,10 @@ def tidy(target: str) -> None:
     leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
     dead = [m for m in leftovers if m["name"] == own or _is_free(os.path.join(folder, m[0]))]
     alive = {m["name"] for m in leftovers} - {m["name"] for m in dead}
+    if dead or any(_home(name) for name in names):
+        # The killed save may not have synced its renames: without them this would be removed from
+        # under the names before.
+        files.sync_folder(folder)
     for match in dead:
         with suppress(CheckpointError):  # it is in nobody's way
             files.remove(os.path.join(folder, match[0]))
@@ -145,7 +149,7 @@ def tidy(target: str) -> None:
         place, displaced = os.path.join(folder, home), os.path.join(folder, name)
         if not files.exists(place):
             files.rename(displaced, place)
-        elif home == own or _is_free(place):
+        elif files.exists(os.path.join(place, NAME)) and (home == own or _is_free(place)):
             files.remove(displaced)
 
 
@@ -158,29 +162,45 @@ def _home(name: str) -> str | None:
 def commit(written: str, target: str) -> None:
     """Make the folder ``written`` the checkpoint at ``target``."""
     folder = os.path.dirname(target)
-    if not files.exists(os.path.join(target, NAME)):
-        files.rename(written, target)  # over an empty folder, too
-        files.sync_folder(folder)
-        return
-    files.rename(target, replaced(target))
+    displaced = replaced(target) if files.exists(os.path.join(target, NAME)) else None
+    if displaced:
+        files.rename(target, displaced)
     try:
-        files.rename(written, target)
+        files.rename(written, target)  # over an empty folder, too
+        try:
+            files.sync_folder(folder)
+        except CheckpointError:
+            files.rename(target, written)
+            raise
     except CheckpointError:
-        files.rename(replaced(target), target)
+        if displaced:
+            files.rename(displaced, target)
         raise
-    files.sync_folder(folder)
-    files.remove(replaced(target))
+    if displaced:
+        _remove(displaced, target)
 
 
 def prune(target: str, save_id: str, keep: int) -> None:
     """Delete the oldest checkpoints beside ``target``, but ``keep``."""
     folder = os.path.dirname(target)
     others = [path for path, _ in whole(folder) if path != target]
-    for path in others[: max(0, len(others) + 1 - keep)]:
-        name = os.path.basename(path)
-        gone = os.path.join(folder, f".{name}.{save_id}.deleted")
-        files.rename(find(path), gone)
-        files.remove(gone)
+    oldest = others[: max(0, len(others) + 1 - keep)]
+    gone = [os.path.join(folder, f".{os.path.basename(p)}.{save_id}.deleted") for p in oldest]
+    for path, name in zip(oldest, gone, strict=True):
+        files.rename(find(path), name)
+    if gone:
+        files.sync_folder(folder)  # or a loss of power could leave a part under the old name
+    for name in gone:
+        _remove(name, target)
+
+
+def _remove(path: str, target: str) -> None:
+    try:
+        files.remove(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{target} is saved, but a checkpoint before it cannot be removed: {error}"
+        ) from error
 
 
 @contextmanager

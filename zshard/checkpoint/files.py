@@ -43,7 +43,8 @@ class File:
     @classmethod
     def to_read(cls, path: str) -> File:
         """A file that exists."""
-        return cls(path, os.O_RDONLY)
+        # A pipe in its place would make a plain open wait forever.
+        return cls(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write all of ``data``.
@@ -110,10 +111,12 @@ def write_whole(path: str, data: bytes) -> None:
         file.sync()
 
 
-def read_whole(path: str) -> bytes:
-    """All of a file."""
+def read_whole(path: str, limit: int) -> bytes:
+    """All of a file, of at most ``limit`` bytes."""
     with File.to_read(path) as file:
-        data = bytearray(file.size())
+        if (size := file.size()) > limit:
+            raise CheckpointError(f"{path}: has {size} bytes; {limit} are the most that are read")
+        data = bytearray(size)
         file.read(data, 0)
     return bytes(data)
 
@@ -176,12 +179,11 @@ def names_in(folder: str) -> list[str]:
 
 
 def remove(path: str) -> None:
-    """Remove a folder with all that is in it, or a file."""
-    if is_folder(path) and not os.path.islink(path):
-        for name in names_in(path):
-            remove(os.path.join(path, name))
-        with _names(path):
+    """Remove a folder with all that is in it, or a file; what is not there (any more) is well."""
+    with _names(path), suppress(FileNotFoundError):  # another job tidies the same folder
+        if is_folder(path) and not os.path.islink(path):
+            for name in sorted(os.listdir(path)):
+                remove(os.path.join(path, name))
             os.rmdir(path)
-    else:
-        with _names(path):
+        else:
             os.unlink(path)

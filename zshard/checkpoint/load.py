@@ -84,6 +84,7 @@ def load(
         raise CheckpointError(f"{label}: the ranks found different checkpoints there: {ids}")
     place, saved = found[0]
     work: list[tuple[Match, OptimizerMatch | None]] = []
+    generators = torch.empty(NBYTES, dtype=torch.uint8)
 
     def compare() -> None:
         inventory = inventory_of(schedule)
@@ -93,25 +94,22 @@ def load(
         if optimizer is not None:
             states = match_optimizer(saved, optimizer, inventory)
             match.merge(states.match)
+        if rng:
+            states_of, key = saved.tensors.get("rng", {}), f"rank-{peers.rank:05d}"
+            if len(states_of) != peers.size or key not in states_of:
+                raise CheckpointError(
+                    f"{label} has the random states of {len(states_of)} ranks, and there are "
+                    f"{peers.size}; save with rng=True, or leave rng=True out"
+                )
+            match.add(key, states_of[key], HeldWhole(generators, saves=False))
         match.refuse(label, strict=strict, has_values=not schedule.unusable)
-        states_of = saved.tensors.get("rng", {})
-        if rng and len(states_of) != peers.size:
-            raise CheckpointError(
-                f"{label} has the random states of {len(states_of)} ranks, and there are "
-                f"{peers.size}; save with rng=True, or leave rng=True out"
-            )
         work.append((match, states))
 
     peers.together(compare)
     match, states = work[0]
 
     def take() -> None:
-        pairs = list(match.pairs)
-        if rng:
-            generators = torch.empty(NBYTES, dtype=torch.uint8)
-            key = f"rank-{peers.rank:05d}"
-            pairs.append((key, saved.tensors["rng"][key], HeldWhole(generators, saves=False)))
-        fill(place, pairs, saved.seed)
+        fill(place, match.pairs, saved.seed)
         if states is not None:
             states.finish()
         set_extra_state(model, saved.extra_state)
@@ -130,9 +128,11 @@ def change(schedule: Schedule, peers: Peers, take: Callable[[], None]) -> None:
     def taken() -> None:
         for flat in flats:
             flat.before_write()
-        take()
-        for flat in flats:
-            flat.updated(send_written=False)
+        try:
+            take()
+        finally:  # also where it fails: on the other ranks it may not, and all count alike
+            for flat in flats:
+                flat.updated(send_written=False)
 
     peers.together(taken)
     schedule.unusable = ""

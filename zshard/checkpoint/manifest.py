@@ -13,24 +13,28 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..errors import CheckpointError
 from .files import File, read_whole
-from .tensorfile import DTYPES
+from .tensorfile import CODES, DTYPES
 
 NAME = "checkpoint.json"
 FORMAT = 1
 CHUNK_BYTES = 1 << 22  # what a rank holds beside its shard while it saves or loads
 
+T = TypeVar("T")
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
-_PREFIX = re.compile(rb'\{"format": (\d+), "crc32": "([0-9a-f]{8})", "checkpoint": ')
+MAX_NBYTES = 1 << 30  # of a manifest, or a header: more is no checkpoint, but an attack on memory
+
+_PREFIX = re.compile(rb'\{"format": (\d{1,9}), "crc32": "([0-9a-f]{8})", "checkpoint": ')
 
 
 class Chunk(NamedTuple):
@@ -144,7 +148,7 @@ def read_manifest(folder: str) -> Manifest:
         CheckpointError: if there is none, or it is damaged or of another format.
     """
     path = os.path.join(folder, NAME)
-    text = read_whole(path)
+    text = read_whole(path, limit=MAX_NBYTES)
     prefix = _PREFIX.match(text)
     if prefix is None:
         raise CheckpointError(f"{path}: damaged, or not written by zshard")
@@ -155,33 +159,124 @@ def read_manifest(folder: str) -> Manifest:
         raise CheckpointError(f"{path}: damaged (its CRC-32 is not the one it says)")
     try:
         return _decode(json.loads(content))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be understood: {error!r}") from error
 
 
-def _decode(content: dict[str, object]) -> Manifest:
-    fields: dict[str, object] = dict(content)
-    files, tensors = fields["files"], fields["tensors"]
-    assert isinstance(files, dict) and isinstance(tensors, dict)
-    fields["files"] = {name: DataFile(**entry) for name, entry in files.items()}
-    fields["tensors"] = {
-        kind: {name: _stored(entry) for name, entry in of_kind.items()}
-        for kind, of_kind in tensors.items()
-    }
-    if (record := fields["optimizer"]) is not None:
-        assert isinstance(record, dict)
-        fields["optimizer"] = OptimizerRecord(**record)
-    manifest = Manifest(**fields)  # type: ignore[arg-type]
+def _decode(content: object) -> Manifest:
+    """The manifest, every part of it of the type that it says: who wrote it is not known.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    manifest = _record(Manifest, content)
+    if not re.fullmatch("[0-9a-f]{32}", manifest.id):
+        raise ValueError(f"id {manifest.id!r}")
+    if not {"model", "master"} <= manifest.tensors.keys():
+        raise ValueError(f"tensors of the kinds {sorted(manifest.tensors)}")
+    for name, file in manifest.files.items():
+        # Plain names: nothing outside the folder is opened.
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+            raise ValueError(f"file name {name!r}")
+        if not file.header <= min(file.nbytes, MAX_NBYTES):
+            raise ValueError(f"a header of {file.header} bytes in {name!r}")
+    places: dict[str, list[tuple[int, int, str]]] = {}
     for kind, of_kind in manifest.tensors.items():
         for name, stored in of_kind.items():
             if problem := _problem(stored, manifest.files):
                 raise ValueError(f"{kind} tensor {name!r}: {problem}")
+            place = (stored.offset, stored.offset + stored.nbytes, name)
+            places.setdefault(stored.file, []).append(place)
+    for in_file in places.values():
+        for (_, end, name), (begin, _, other) in pairwise(sorted(in_file)):
+            if begin < end:
+                raise ValueError(f"{name!r} and {other!r} overlap")
+    if manifest.optimizer is not None:
+        _check_optimizer(manifest.optimizer, manifest.tensors.get("optimizer", {}))
     return manifest
 
 
-def _stored(entry: Mapping[str, object]) -> Stored:
-    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-    return Stored(**lists)  # type: ignore[arg-type]
+def _check_optimizer(record: OptimizerRecord, tensors: Mapping[str, Stored]) -> None:
+    for group in record.groups:
+        _list_of(_text)(group["params"])
+    for name, states in record.state.items():
+        for state, entry in states.items():
+            if "tensor" in entry:
+                known = entry.keys() == {"tensor"} and _text(entry["tensor"]) in tensors
+            else:
+                known = entry.keys() == {"value"} or (
+                    entry.keys() == {"value", "dtype", "on"}
+                    and entry["dtype"] in _DTYPE_NAMES
+                    and entry["on"] in ("host", "device")
+                    and type(entry["value"]) in (bool, int, float, str)
+                )
+            if not known:
+                raise ValueError(f"state {state!r} of {name!r}: {entry!r:.200}")
+
+
+_DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in CODES]
+
+
+def _record(kind: type[T], content: object) -> T:
+    entries = _dict_of(_any)(content)
+    types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    if entries.keys() != types.keys():
+        raise ValueError(f"{kind.__name__} with the keys {list(entries)!r:.200}")
+    return kind(**{name: _READERS[types[name]](value) for name, value in entries.items()})
+
+
+def _any(value: object) -> Any:
+    return value
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.200} for a text")
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.200} for a number, 0 or more")
+    return value
+
+
+def _list_of(item: Callable[[object], T]) -> Callable[[object], list[T]]:
+    def read(value: object) -> list[T]:
+        if not isinstance(value, list):
+            raise ValueError(f"{value!r:.200} for a list")
+        return [item(each) for each in value]
+
+    return read
+
+
+def _dict_of(item: Callable[[object], T]) -> Callable[[object], dict[str, T]]:
+    def read(value: object) -> dict[str, T]:
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r:.200} for a dict")
+        return {key: item(each) for key, each in value.items()}
+
+    return read
+
+
+# By the annotations of the classes above.
+_READERS: Mapping[str, Callable[[object], Any]] = {
+    "str": _text,
+    "int": _count,
+    "bool": bool,
+    "Json": _any,
+    "list[str]": _list_of(_text),
+    "tuple[int, ...]": lambda value: tuple(_list_of(_count)(value)),
+    "dict[str, str]": _dict_of(_text),
+    "dict[str, Json]": _dict_of(_any),
+    "list[dict[str, Json]]": _list_of(_dict_of(_any)),
+    "dict[str, dict[str, dict[str, Json]]]": _dict_of(_dict_of(_dict_of(_any))),
+    "dict[str, DataFile]": _dict_of(lambda value: _record(DataFile, value)),
+    "dict[str, dict[str, Stored]]": _dict_of(_dict_of(lambda value: _record(Stored, value))),
+    "OptimizerRecord | None": lambda value: (
+        None if value is None else _record(OptimizerRecord, value)
+    ),
+}
 
 
 def _problem(stored: Stored, files: Mapping[str, DataFile]) -> str:

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from ..errors import OptimizerError
 from ..fused import FusedOptimizer
 from ..param import Sharded
-from .held import Held
 from .inventory import Inventory
 from .loading import Match
 from .manifest import Json, Manifest
-from .optimizer_state import held_state, parameters_of, scalar_of
+from .optimizer_state import held_state, is_scalar, parameters_of, scalar_of
 
 State = dict[str, Any]
 
@@ -32,14 +31,12 @@ class OptimizerMatch:
     optimizer: Optimizer
     match: Match = field(default_factory=Match)
     states: dict[torch.Tensor, State] = field(default_factory=dict)
-    groups: list[tuple[dict[str, Any], dict[str, Json]]] = field(default_factory=list)
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def finish(self) -> None:
         """Hand the states, now filled, to the optimizer."""
         for group, options in self.groups:
-            for key, value in options.items():
-                if key != "params" and key in group:
-                    group[key] = _like(group[key], value)
+            group.update(options)
         fused = isinstance(self.optimizer, FusedOptimizer)
         for param, state in self.states.items():
             if not fused:
@@ -116,15 +113,27 @@ def _state(
         return {}
     state: State = {}
     for state_name, entry in entries.items():
-        if "tensor" not in entry:
-            state[state_name] = scalar_of(entry, param.device)
-            continue
-        stored = saved.tensors["optimizer"][str(entry["tensor"])]
         label = f"the optimizer's state {state_name!r} of {name}"
-        value = own[state_name] if own else _empty_state(param, stored.torch_dtype)
+        before = own[state_name] if own else None
+        scalar = "tensor" not in entry
+        if scalar:
+            try:
+                value = scalar_of(entry, param.device)
+            except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+                match.problems.append(f"{label}: {error!r}")
+                continue
+        else:
+            stored = saved.tensors["optimizer"][str(entry["tensor"])]
+            value = before if own else _empty_state(param, stored.torch_dtype)
+        if own and (
+            is_scalar(before) != scalar or torch.is_tensor(value) != torch.is_tensor(before)
+        ):
+            match.problems.append(f"{label}: a scalar was saved, or is there now, but not both")
+            continue
         state[state_name] = value
-        held: Held = held_state(param, name, state_name, value, first=False)
-        match.add(label, stored, held)
+        if not scalar:
+            assert isinstance(value, torch.Tensor)
+            match.add(label, stored, held_state(param, name, state_name, value, first=False))
     if own and not entries:  # as before the first step
         state = {k: torch.zeros_like(v) for k, v in own.items()}
     return state
@@ -158,12 +167,18 @@ def _match_groups(
         sources = {group_of[name] for name in own if name in group_of}
         if len(sources) == 1:
             options = groups[sources.pop()]
-            if isinstance(optimizer, FusedOptimizer):
-                try:
+            try:
+                if isinstance(optimizer, FusedOptimizer):
                     options = optimizer.own_settings(options)
-                except OptimizerError as error:
-                    found.match.problems.append(f"param_groups[{number}]: {error}")
-            found.groups.append((group, options))
+                own_options = {
+                    k: _like(group[k], v)
+                    for k, v in options.items()
+                    if k != "params" and k in group
+                }
+            except (OptimizerError, TypeError, RuntimeError) as error:
+                found.match.problems.append(f"param_groups[{number}]: {error}")
+            else:
+                found.groups.append((group, own_options))
         elif len(sources) > 1:
             found.match.problems.append(
                 f"param_groups[{number}]: its parameters were in groups {sorted(sources)}"

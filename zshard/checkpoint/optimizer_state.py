@@ -88,7 +88,7 @@ def optimizer_inventory(
         entries = state.setdefault(name, {})
         for key, value in optimizer.state.get(param, {}).items():
             entry = entries[key] = {}
-            if isinstance(value, torch.Tensor) and _is_scalar(value):
+            if isinstance(value, torch.Tensor) and is_scalar(value):
                 scalars.append((entry, value))
             elif isinstance(value, torch.Tensor):
                 tensors[f"{name}.{key}"] = held_state(param, name, key, value, first=first)
@@ -99,7 +99,10 @@ def optimizer_inventory(
     return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
 
 
-def _is_scalar(value: torch.Tensor) -> bool:
+def is_scalar(value: object) -> bool:
+    """Whether it is a value of its own, not one for each of a parameter's elements."""
+    if not isinstance(value, torch.Tensor):
+        return True
     return value.ndim == 0 and not isinstance(value, Sharded)
 
 

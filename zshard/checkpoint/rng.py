@@ -33,8 +33,17 @@ def set_random_state(stored: torch.Tensor, device: torch.device) -> None:
     """Go on with the random numbers where ``random_state`` was called.
 
     Raises:
-        CheckpointError: if the state lacks that of a generator in use here.
+        CheckpointError: if the state lacks that of a generator in use here, or is none.
     """
+    try:
+        _set(stored, device)
+    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the random states cannot be understood: {error!r}") from error
+
+
+def _set(stored: torch.Tensor, device: torch.device) -> None:
     state = json.loads(bytes(stored.tolist()))
     if device.type == "cuda" and "cuda" not in state:
         raise CheckpointError("the checkpoint has no random state for a GPU: it was saved without")

@@ -17,7 +17,7 @@ from .held import Held
 from .inventory import inventory_of
 from .load import Loaded, change
 from .loading import Match, fill, match_model
-from .manifest import CHUNK_BYTES, Stored
+from .manifest import CHUNK_BYTES, MAX_NBYTES, Stored
 from .peers import Peers
 from .save import begin
 from .saving import Job, Stock, agree_on, stock_of_model
@@ -110,7 +110,7 @@ def _find_weights(path: str) -> tuple[str, dict[str, Stored]]:
 
 def _read_index(path: str) -> dict[str, str]:
     try:
-        weight_map = json.loads(files.read_whole(path))["weight_map"]
+        weight_map = json.loads(files.read_whole(path, limit=MAX_NBYTES))["weight_map"]
         pairs = list(weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: no index of safetensors files: {error!r}") from error

@@ -1,0 +1,177 @@
+"""A save that is killed after any operation leaves the old checkpoint or the new one, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from adversity import Run, Scene, States, dies, dying, kScenes, scratch
+from ranks import run_ranks
+
+import zshard
+
+kTimeout = 20.0  # seconds, of the groups
+
+
+def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, victim: int) -> int:
+    """The test's driver, a process without threads, which can be forked; returns the cases."""
+    scene, states = kScenes[name], States("old", "older", "new", "next")
+    after, returned = 0, 0
+    with scratch() as base:
+        states.save("new", base / "source")
+        while True:
+            after += 1
+            folder, store = base / str(after), base / f"store{after}"
+            scene.build(folder, states)
+            children = [
+                fork(
+                    lambda r=r: save_as(r, scene, folder, store, base, after if r == victim else 0)
+                )
+                for r in range(2)
+            ]
+            ended = [wait(pid) for pid in children]
+            if ended[victim] == 0:  # there are not that many operations
+                assert ended == [0, 0], ended
+                assert after > 8, "the victim does next to nothing"
+                assert returned <= 1, "only the last close comes after the other rank's return"
+                assert scene.check(folder, states, {"new"}) == "new"
+                return after - 1
+            assert ended[victim] == -signal.SIGKILL, ended
+            now = scene.check(folder, states, {"new"})
+            if ended[1 - victim] == 0:  # killed when all was done
+                assert (now, victim) == ("new", 0)
+                returned += 1
+            else:
+                assert ended[1 - victim] == 3, f"the survivor ended with {ended[1 - victim]}"
+            if victim == 1:  # the first rank clears up at once
+                visible = set(scene.before) | ({scene.empty} if scene.empty else set())
+                assert set(os.listdir(folder)) <= visible | {scene.target}, os.listdir(folder)
+            scene.check_next_save(folder, states)
+
+
+def fork(body: Callable[[], int]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = body()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int) -> int:
+    """The exit status, or minus the signal; fails past the groups' timeout."""
+    deadline = time.monotonic() + kTimeout
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"a rank had not ended after {kTimeout} s")
+
+
+def save_as(rank: int, scene: Scene, folder: Path, store: Path, base: Path, after: int) -> int:
+    """A rank that saves; 0 if it could, 3 after a typed error."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve costs seconds
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=kTimeout),
+    )
+    run = Run(step=False)
+    run.load(base / "source")
+    try:
+        with dying(after or 1 << 30, kill=True):
+            run.save(folder / scene.target, "new", keep=scene.keep)
+    except (zshard.CommError, zshard.CheckpointError):
+        return 3
+    return 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("name", ["new", "replace", "keep"])
+def test_a_rank_killed_after_any_operation_leaves_old_or_new_and_the_other_a_typed_error(
+    name: str, victim: int
+) -> None:
+    (cases,) = run_ranks(
+        kill_one_rank_after_every_operation, 1, name, victim, timeout=200.0, group=False
+    )
+    print(f"{name}, rank {victim}: {cases} cases")
+
+
+@pytest.mark.parametrize("name", kScenes)
+def test_a_death_after_any_operation_leaves_old_or_new(name: str) -> None:
+    scene, states, after = kScenes[name], States("old", "older", "new", "next"), 0
+    seen = set()
+    with scratch() as base:
+        while True:
+            after += 1
+            folder = base / str(after)
+            scene.build(folder, states)
+            died = dies(after, lambda: states.save("new", folder / scene.target, keep=scene.keep))
+            seen.add(scene.check(folder, states, {"new"}))
+            if not died:
+                break
+            scene.check_next_save(folder, states)
+    assert seen == {scene.before.get(scene.target), "new"}
+    assert after > 30
+    print(f"{name}: {after - 1} cases")
+
+
+def test_a_second_death_in_the_save_after_a_death_leaves_what_there_was_or_the_new() -> None:
+    scene, states = kScenes["replace"], States("old", "new", "newer", "next")
+    cases, first = 0, 0
+    shapes: set[str] = set()
+    with scratch() as base:
+        while True:
+            first += 1
+            folder, second = base / str(first), 0
+            scene.build(folder, states)
+            if not dies(first, lambda: states.save("new", folder / "x")):
+                break
+            found = shape(folder)
+            if found in shapes:
+                continue
+            shapes.add(found)
+            between = scene.check(folder, states, {"new"})
+            while True:
+                second += 1
+                folder = base / f"{first}-{second}"
+                scene.build(folder, states)
+                assert dies(first, lambda: states.save("new", folder / "x"))
+                died = dies(second, lambda: states.save("newer", folder / "x"))
+                now = scene.check(folder, states, {"new", "newer"})
+                assert now in {between, "newer"}
+                if not died:
+                    assert now == "newer"
+                    break
+                scene.check_next_save(folder, states)
+                cases += 1
+    assert len(shapes) >= 6, shapes
+    print(f"{len(shapes)} first deaths, {cases} cases")
+
+
+def shape(folder: Path) -> str:
+    """What is there, without the saves' ids, and without the files of a save under way."""
+    names = []
+    for place in sorted(folder.iterdir()):
+        kind = place.name if place.name == "x" else place.name.rsplit(".", 1)[1]
+        inside = sorted(os.listdir(place)) if kind == "replaced" else []
+        names.append(f"{kind}{inside}")
+    return " ".join(names)
