@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from adversity import Run, patched, same, scratch
 from ranks import run_ranks
 
@@ -164,7 +164,7 @@ def check_refused(run: Run, place: Path, names: str, expected: dict[str, torch.T
     assert any(name in text for name in names.split()), text
     in_data = "elements" in text
     if in_data:
-        assert "tensor " in text and "CRC-32" in text, text
+        assert "tensor " in text and "checksum" in text, text
         with pytest.raises(zshard.StateError, match="failed halfway") as refused:
             run.step()
         assert str(place) in str(refused.value)
@@ -222,8 +222,10 @@ def test_both_of_two_ranks_refuse_a_damage_that_one_of_them_meets() -> None:
 # --- manifests that were made to harm ------------------------------------------------------------
 
 
-def write_manifest(path: Path, content: bytes, form: str = "1") -> None:
-    prefix = f'{{"format": {form}, "crc32": "{zlib.crc32(content):08x}", "checkpoint": '
+def write_manifest(path: Path, content: bytes, form: str = "1", sequence: int = 1) -> None:
+    xxh3 = xxhash.xxh3_64_hexdigest(content, sequence)
+    facts = f'"format": {form}, "sequence": {sequence}, "xxh3": "{xxh3}"'
+    prefix = f'{{{facts}, "checkpoint": '
     path.write_bytes(prefix.encode() + content + b"}\n")
 
 
@@ -344,8 +346,8 @@ def hostile_contents(content: dict[str, Any]) -> Iterator[tuple[str, object]]:
         changed(lambda own: own["tensors"]["model"].update(twin=dict(scale))),
     )
     weight = model["weight"]
-    for ends, crcs in (([15, 15], 2), ([20], 1), ([15], 2), ([], 0), ([0, 15], 2), ([14], 1)):
-        stored = {**weight, "ends": ends, "crc32": weight["crc32"] * crcs}
+    for ends, sums in (([15, 15], 2), ([20], 1), ([15], 2), ([], 0), ([0, 15], 2), ([14], 1)):
+        stored = {**weight, "ends": ends, "xxh3": weight["xxh3"] * sums}
         yield (
             f"chunks that end at {ends}",
             changed(lambda own, s=stored: own["tensors"]["model"].update(weight=s)),
@@ -424,7 +426,7 @@ def test_random_states_that_are_none_are_refused_though_their_checksum_is_right(
         content = json.loads((first / kManifest).read_bytes())["checkpoint"]
         (stored,) = content["tensors"]["rng"].values()
         data = text.ljust(stored["shape"][0])
-        stored["crc32"] = [zlib.crc32(data, zlib.crc32(content["id"].encode()))]
+        stored["xxh3"] = [xxhash.xxh3_64_hexdigest(data, int(content["id"][:16], 16))]
         with (first / kData[2]).open("r+b") as file:
             file.seek(stored["offset"])
             file.write(data)

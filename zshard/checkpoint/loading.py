@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +13,7 @@ from ..errors import CheckpointError
 from .files import File
 from .held import Held, bytes_of, in_file_order, places, positions
 from .inventory import Inventory
-from .manifest import Chunk, Stored
+from .manifest import Chunk, Stored, checksum
 
 
 @dataclass
@@ -158,7 +157,7 @@ class _Reader:
             if begin >= end:
                 continue
             if self._seed is None:  # nothing to check: no need to read more
-                chunk = Chunk(begin, end, 0)
+                chunk = Chunk(begin, end, "")
             whole = (begin, end) == (chunk.begin, chunk.end)
             if memory is not None and whole and self._straight:
                 into = memory[begin - held.here.begin : end - held.here.begin]
@@ -167,13 +166,13 @@ class _Reader:
                 values = self._read(*chunk)
                 held.store(begin, values[begin - chunk.begin : end - chunk.begin])
 
-    def _read(self, begin: int, end: int, crc32: int) -> torch.Tensor:
+    def _read(self, begin: int, end: int, xxh3: str) -> torch.Tensor:
         """Elements [begin, end) in the memory order that was saved."""
         values = torch.empty(end - begin, dtype=self._dtype)
-        self._read_into(values, begin, end, crc32)
+        self._read_into(values, begin, end, xxh3)
         return values
 
-    def _read_into(self, values: torch.Tensor, begin: int, end: int, crc32: int) -> None:
+    def _read_into(self, values: torch.Tensor, begin: int, end: int, xxh3: str) -> None:
         data, offset = bytes_of(values), self._stored.offset
         if self._straight:
             self._file.read(data, offset + begin * self._itemsize)
@@ -184,10 +183,10 @@ class _Reader:
                 part = bytes_of(gathered[start:stop])
                 self._file.read(part, offset + int(at[start]) * self._itemsize)
             values[order] = gathered
-        if self._seed is not None and zlib.crc32(data, self._seed) != crc32:
+        if self._seed is not None and checksum(data, self._seed) != xxh3:
             raise CheckpointError(
-                f"{self._file.path}: elements {begin} to {end} are damaged (their CRC-32 is not "
-                "the one that was saved)"
+                f"{self._file.path}: elements {begin} to {end} are damaged (their checksum is "
+                "not the one that was saved)"
             )
 
     def _pick(self, first: int, values: torch.Tensor, held: Held) -> None:

@@ -129,7 +129,7 @@ def _unchecked(file: str, slab: Slab) -> Stored:
     numel, step = prod(slab.shape), CHUNK_BYTES // slab.dtype.itemsize
     ends = tuple(min(begin + step, numel) for begin in range(0, numel, step))
     order = tuple(range(len(slab.shape)))
-    return Stored(file, slab.offset, CODES[slab.dtype], slab.shape, order, ends, (0,) * len(ends))
+    return Stored(file, slab.offset, CODES[slab.dtype], slab.shape, order, ends, ("",) * len(ends))
 
 
 def export(
