@@ -7,21 +7,28 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zshard
 
 # Everything that changes what a file system holds, and what brackets it.
 kOperations = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir", "close")
+
+kTimeout = 20.0  # seconds, of the groups of forked ranks
 
 Bits = dict[str, Tensor]
 
@@ -244,11 +251,54 @@ def dying(after: int, *, kill: bool = False) -> Iterator[list[str]]:
         yield done
 
 
-def dies(after: int, action: Callable[[], object]) -> bool:
+def dies(after: int, action: Callable[..., object], *args: Any, **options: Any) -> bool:
     """Whether ``action`` has that many operations; it is cut short after them."""
     try:
         with dying(after):
-            action()
+            action(*args, **options)
     except Dead:
         return True
     return False
+
+
+# --- ranks that may be killed: forked by a process that has no threads ---------------------------
+
+
+def fork(body: Callable[..., int], *args: Any) -> int:
+    """A process that ends with the status that ``body`` returns; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = body(*args)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int) -> int:
+    """The exit status, or minus the signal; fails past the groups' timeout."""
+    deadline = time.monotonic() + kTimeout
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"a rank had not ended after {kTimeout} s")
+
+
+def join(rank: int, store: Path) -> None:
+    """Make a group of two forked ranks."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve costs seconds
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=kTimeout),
+    )

@@ -1,24 +1,16 @@
-"""A save that is killed after any operation leaves the old checkpoint or the new one, bit by bit."""
+"""A save that is killed after any operation leaves the old checkpoint or the new one."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from adversity import Run, Scene, States, dies, dying, kScenes, scratch
+from adversity import Run, Scene, States, dies, dying, fork, join, kScenes, scratch, wait
 from ranks import run_ranks
 
 import zshard
-
-kTimeout = 20.0  # seconds, of the groups
 
 
 def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, victim: int) -> int:
@@ -32,9 +24,7 @@ def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, v
             folder, store = base / str(after), base / f"store{after}"
             scene.build(folder, states)
             children = [
-                fork(
-                    lambda r=r: save_as(r, scene, folder, store, base, after if r == victim else 0)
-                )
+                fork(save_as, r, scene, folder, store, base, after if r == victim else 0)
                 for r in range(2)
             ]
             ended = [wait(pid) for pid in children]
@@ -57,43 +47,9 @@ def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, v
             scene.check_next_save(folder, states)
 
 
-def fork(body: Callable[[], int]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        code = body()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def wait(pid: int) -> int:
-    """The exit status, or minus the signal; fails past the groups' timeout."""
-    deadline = time.monotonic() + kTimeout
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"a rank had not ended after {kTimeout} s")
-
-
 def save_as(rank: int, scene: Scene, folder: Path, store: Path, base: Path, after: int) -> int:
     """A rank that saves; 0 if it could, 3 after a typed error."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve costs seconds
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), 2),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=kTimeout),
-    )
+    join(rank, store)
     run = Run(step=False)
     run.load(base / "source")
     try:
@@ -124,7 +80,7 @@ def test_a_death_after_any_operation_leaves_old_or_new(name: str) -> None:
             after += 1
             folder = base / str(after)
             scene.build(folder, states)
-            died = dies(after, lambda: states.save("new", folder / scene.target, keep=scene.keep))
+            died = dies(after, states.save, "new", folder / scene.target, keep=scene.keep)
             seen.add(scene.check(folder, states, {"new"}))
             if not died:
                 break
@@ -143,7 +99,7 @@ def test_a_second_death_in_the_save_after_a_death_leaves_what_there_was_or_the_n
             first += 1
             folder, second = base / str(first), 0
             scene.build(folder, states)
-            if not dies(first, lambda: states.save("new", folder / "x")):
+            if not dies(first, states.save, "new", folder / "x"):
                 break
             found = shape(folder)
             if found in shapes:
@@ -154,8 +110,8 @@ def test_a_second_death_in_the_save_after_a_death_leaves_what_there_was_or_the_n
                 second += 1
                 folder = base / f"{first}-{second}"
                 scene.build(folder, states)
-                assert dies(first, lambda: states.save("new", folder / "x"))
-                died = dies(second, lambda: states.save("newer", folder / "x"))
+                assert dies(first, states.save, "new", folder / "x")
+                died = dies(second, states.save, "newer", folder / "x")
                 now = scene.check(folder, states, {"new", "newer"})
                 assert now in {between, "newer"}
                 if not died:

@@ -200,10 +200,14 @@ def _remove(path: str, target: str) -> None:
 @contextmanager
 def claimed(path: str) -> Iterator[None]:
     """Have other saves into the same folder see that the one in ``path`` is alive."""
-    with files.File(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+    folder = files.File(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    finally:
+        with suppress(CheckpointError):  # the ranks have agreed already on how the save ended
+            folder.close()
 
 
 def _is_free(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from concurrent.futures import wait as concurrent_wait
 from typing import Literal, overload
 from weakref import WeakKeyDictionary
 
@@ -26,10 +27,12 @@ class SaveHandle:
     Attributes:
         path: of the checkpoint.
         total_bytes: that this rank writes; written_bytes: those it has written.
+        told: whether ``wait`` has told of the end, so that the next save need not.
     """
 
     def __init__(self, job: Job, future: Future[None]) -> None:
         self._job, self._future = job, future
+        self.told = False
         self.path, self.total_bytes = job.target, job.total_bytes
 
     @property
@@ -42,11 +45,13 @@ class SaveHandle:
         return self._future.done()
 
     def wait(self) -> None:
-        """Wait for its end.
+        """Wait for its end; every rank calls this, or none.
 
         Raises:
             Error: on every rank, if it failed on one.
         """
+        concurrent_wait([self._future])
+        self.told = True
         self._future.result()
 
 
@@ -138,7 +143,7 @@ def settle(schedule: Schedule) -> None:
         Error: if it failed, on every rank.
     """
     handle = _PENDING.pop(schedule, None)
-    if handle is not None:
+    if handle is not None and not handle.told:
         handle.wait()
 
 
