@@ -171,26 +171,30 @@ def commit(written: str, target: str) -> None:
             files.rename(displaced, target)
         raise
     if displaced:
-        _remove(displaced, target)
+        with _is_saved(target):
+            files.remove(displaced)
 
 
 def prune(target: str, save_id: str, keep: int) -> None:
     """Delete the oldest checkpoints beside ``target``, but ``keep``."""
     folder = os.path.dirname(target)
-    others = [path for path, _ in whole(folder) if path != target]
-    oldest = others[: max(0, len(others) + 1 - keep)]
-    gone = [os.path.join(folder, f".{os.path.basename(p)}.{save_id}.deleted") for p in oldest]
-    for path, name in zip(oldest, gone, strict=True):
-        files.rename(find(path), name)
-    if gone:
-        files.sync_folder(folder)  # or a loss of power could leave a part under the old name
-    for name in gone:
-        _remove(name, target)
+    with _is_saved(target):
+        others = [path for path, _ in whole(folder) if path != target]
+        oldest = others[: max(0, len(others) + 1 - keep)]
+        gone = [os.path.join(folder, f".{os.path.basename(p)}.{save_id}.deleted") for p in oldest]
+        for path, name in zip(oldest, gone, strict=True):
+            files.rename(find(path), name)
+        if gone:
+            files.sync_folder(folder)  # or a loss of power could leave a part under the old name
+        for name in gone:
+            files.remove(name)
 
 
-def _remove(path: str, target: str) -> None:
+@contextmanager
+def _is_saved(target: str) -> Iterator[None]:
+    """Have an error say that it is only about what is to be removed."""
     try:
-        files.remove(path)
+        yield
     except CheckpointError as error:
         raise CheckpointError(
             f"{target} is saved, but a checkpoint before it cannot be removed: {error}"
