@@ -28,6 +28,9 @@ import zshard
 # Everything that changes what a file system holds, and what brackets it.
 kOperations = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir", "close")
 
+kData = ("model.safetensors", "optimizer.safetensors", "rng.safetensors")
+kManifest = "checkpoint.json"
+
 kTimeout = 20.0  # seconds, of the groups of forked ranks
 
 Bits = dict[str, Tensor]
@@ -172,9 +175,11 @@ class Scene:
             states.reader.load(place)
         return False
 
-    def check_next_save(self, folder: Path, states: States) -> None:
+    def check_next_save(
+        self, folder: Path, states: States, save: Callable[..., object] | None = None
+    ) -> None:
         """See that the next save works, and that it leaves nothing but checkpoints."""
-        states.save("next", folder / self.target, keep=self.keep)
+        (save or states.save)("next", folder / self.target, keep=self.keep)
         names = {self.target} if self.keep == 1 else {self.target, *self.before}
         there = os.listdir((folder / self.target).parent)
         assert set(there) == {os.path.basename(name) for name in names}, there
@@ -202,6 +207,18 @@ def scratch() -> Iterator[Path]:
     place = shared if os.path.isdir(shared) and os.access(shared, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="zshard-", dir=place) as name:
         yield Path(name)
+
+
+@contextmanager
+def two_saves() -> Iterator[tuple[Path, Path, Run]]:
+    """Two checkpoints of the same model, a step apart, and the run as of the first."""
+    with scratch() as base:
+        run = Run(1)
+        run.save(base / "first", "first", rng=True)
+        run.step(2)
+        run.save(base / "second", "second", rng=True)
+        assert run.load(base / "first", rng=True) == "first"
+        yield base / "first", base / "second", run
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from adversity import Run, Scene, States, dies, dying, fork, join, kScenes, scratch, wait
+from adversity import Run, States, dies, dying, fork, join, kScenes, scratch, wait
 from ranks import run_ranks
 
 import zshard
@@ -16,18 +17,29 @@ import zshard
 def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, victim: int) -> int:
     """The test's driver, a process without threads, which can be forked; returns the cases."""
     scene, states = kScenes[name], States("old", "older", "new", "next")
-    after, returned = 0, 0
+    after, returned, stores = 0, 0, itertools.count()
     with scratch() as base:
-        states.save("new", base / "source")
+        for label in states.runs:
+            states.save(label, base / label)
+
+        def save(
+            label: str,
+            target: Path,
+            *,
+            source: Path | None = None,
+            keep: int | None,
+            after: int = 0,
+        ) -> list[int]:
+            """Save what is in the source from two ranks; how they ended."""
+            common = (base / f"store{next(stores)}", source or base / label, target, label, keep)
+            children = [fork(save_as, r, *common, after if r == victim else 0) for r in range(2)]
+            return [wait(pid) for pid in children]
+
         while True:
             after += 1
-            folder, store = base / str(after), base / f"store{after}"
+            folder = base / f"case{after}"
             scene.build(folder, states)
-            children = [
-                fork(save_as, r, scene, folder, store, base, after if r == victim else 0)
-                for r in range(2)
-            ]
-            ended = [wait(pid) for pid in children]
+            ended = save("new", folder / scene.target, keep=scene.keep, after=after)
             if ended[victim] == 0:  # there are not that many operations
                 assert ended == [0, 0], ended
                 assert after > 8, "the victim does next to nothing"
@@ -44,17 +56,26 @@ def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, v
             if victim == 1:  # the first rank clears up at once
                 visible = set(scene.before) | ({scene.empty} if scene.empty else set())
                 assert set(os.listdir(folder)) <= visible | {scene.target}, os.listdir(folder)
-            scene.check_next_save(folder, states)
+            if after % 8:
+                scene.check_next_save(folder, states)
+                continue
+            if now is not None:  # new ranks load what one loads
+                copied = base / f"copy{after}"
+                assert save(now, copied, source=folder / scene.target, keep=None) == [0, 0]
+                assert states.at(copied) == now
+            scene.check_next_save(folder, states, save)
 
 
-def save_as(rank: int, scene: Scene, folder: Path, store: Path, base: Path, after: int) -> int:
-    """A rank that saves; 0 if it could, 3 after a typed error."""
+def save_as(
+    rank: int, store: Path, source: Path, target: Path, label: str, keep: int | None, after: int
+) -> int:
+    """A rank that loads and saves, killed after so many operations; 0, or 3 for a typed error."""
     join(rank, store)
     run = Run(step=False)
-    run.load(base / "source")
+    run.load(source)
     try:
         with dying(after or 1 << 30, kill=True):
-            run.save(folder / scene.target, "new", keep=scene.keep)
+            run.save(target, label, keep=keep)
     except (zshard.CommError, zshard.CheckpointError):
         return 3
     return 0
