@@ -7,21 +7,31 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zshard
 
 # Everything that changes what a file system holds, and what brackets it.
 kOperations = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir", "close")
+
+kData = ("model.safetensors", "optimizer.safetensors", "rng.safetensors")
+kManifest = "checkpoint.json"
+
+kTimeout = 20.0  # seconds, of the groups of forked ranks
 
 Bits = dict[str, Tensor]
 
@@ -165,9 +175,11 @@ class Scene:
             states.reader.load(place)
         return False
 
-    def check_next_save(self, folder: Path, states: States) -> None:
+    def check_next_save(
+        self, folder: Path, states: States, save: Callable[..., object] | None = None
+    ) -> None:
         """See that the next save works, and that it leaves nothing but checkpoints."""
-        states.save("next", folder / self.target, keep=self.keep)
+        (save or states.save)("next", folder / self.target, keep=self.keep)
         names = {self.target} if self.keep == 1 else {self.target, *self.before}
         there = os.listdir((folder / self.target).parent)
         assert set(there) == {os.path.basename(name) for name in names}, there
@@ -195,6 +207,18 @@ def scratch() -> Iterator[Path]:
     place = shared if os.path.isdir(shared) and os.access(shared, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="zshard-", dir=place) as name:
         yield Path(name)
+
+
+@contextmanager
+def two_saves() -> Iterator[tuple[Path, Path, Run]]:
+    """Two checkpoints of the same model, a step apart, and the run as of the first."""
+    with scratch() as base:
+        run = Run(1)
+        run.save(base / "first", "first", rng=True)
+        run.step(2)
+        run.save(base / "second", "second", rng=True)
+        assert run.load(base / "first", rng=True) == "first"
+        yield base / "first", base / "second", run
 
 
 @contextmanager
@@ -244,11 +268,54 @@ def dying(after: int, *, kill: bool = False) -> Iterator[list[str]]:
         yield done
 
 
-def dies(after: int, action: Callable[[], object]) -> bool:
+def dies(after: int, action: Callable[..., object], *args: Any, **options: Any) -> bool:
     """Whether ``action`` has that many operations; it is cut short after them."""
     try:
         with dying(after):
-            action()
+            action(*args, **options)
     except Dead:
         return True
     return False
+
+
+# --- ranks that may be killed: forked by a process that has no threads ---------------------------
+
+
+def fork(body: Callable[..., int], *args: Any) -> int:
+    """A process that ends with the status that ``body`` returns; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = body(*args)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int) -> int:
+    """The exit status, or minus the signal; fails past the groups' timeout."""
+    deadline = time.monotonic() + kTimeout
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"a rank had not ended after {kTimeout} s")
+
+
+def join(rank: int, store: Path) -> None:
+    """Make a group of two forked ranks."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve costs seconds
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=kTimeout),
+    )

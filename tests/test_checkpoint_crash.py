@@ -1,43 +1,45 @@
-"""A save that is killed after any operation leaves the old checkpoint or the new one, bit by bit."""
+"""A save that is killed after any operation leaves the old checkpoint or the new one."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from adversity import Run, Scene, States, dies, dying, kScenes, scratch
+from adversity import Run, States, dies, dying, fork, join, kScenes, scratch, wait
 from ranks import run_ranks
 
 import zshard
-
-kTimeout = 20.0  # seconds, of the groups
 
 
 def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, victim: int) -> int:
     """The test's driver, a process without threads, which can be forked; returns the cases."""
     scene, states = kScenes[name], States("old", "older", "new", "next")
-    after, returned = 0, 0
+    after, returned, stores = 0, 0, itertools.count()
     with scratch() as base:
-        states.save("new", base / "source")
+        for label in states.runs:
+            states.save(label, base / label)
+
+        def save(
+            label: str,
+            target: Path,
+            *,
+            source: Path | None = None,
+            keep: int | None,
+            after: int = 0,
+        ) -> list[int]:
+            """Save what is in the source from two ranks; how they ended."""
+            common = (base / f"store{next(stores)}", source or base / label, target, label, keep)
+            children = [fork(save_as, r, *common, after if r == victim else 0) for r in range(2)]
+            return [wait(pid) for pid in children]
+
         while True:
             after += 1
-            folder, store = base / str(after), base / f"store{after}"
+            folder = base / f"case{after}"
             scene.build(folder, states)
-            children = [
-                fork(
-                    lambda r=r: save_as(r, scene, folder, store, base, after if r == victim else 0)
-                )
-                for r in range(2)
-            ]
-            ended = [wait(pid) for pid in children]
+            ended = save("new", folder / scene.target, keep=scene.keep, after=after)
             if ended[victim] == 0:  # there are not that many operations
                 assert ended == [0, 0], ended
                 assert after > 8, "the victim does next to nothing"
@@ -54,51 +56,26 @@ def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, v
             if victim == 1:  # the first rank clears up at once
                 visible = set(scene.before) | ({scene.empty} if scene.empty else set())
                 assert set(os.listdir(folder)) <= visible | {scene.target}, os.listdir(folder)
-            scene.check_next_save(folder, states)
+            if after % 8:
+                scene.check_next_save(folder, states)
+                continue
+            if now is not None:  # new ranks load what one loads
+                copied = base / f"copy{after}"
+                assert save(now, copied, source=folder / scene.target, keep=None) == [0, 0]
+                assert states.at(copied) == now
+            scene.check_next_save(folder, states, save)
 
 
-def fork(body: Callable[[], int]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        code = body()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def wait(pid: int) -> int:
-    """The exit status, or minus the signal; fails past the groups' timeout."""
-    deadline = time.monotonic() + kTimeout
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"a rank had not ended after {kTimeout} s")
-
-
-def save_as(rank: int, scene: Scene, folder: Path, store: Path, base: Path, after: int) -> int:
-    """A rank that saves; 0 if it could, 3 after a typed error."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve costs seconds
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), 2),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=kTimeout),
-    )
+def save_as(
+    rank: int, store: Path, source: Path, target: Path, label: str, keep: int | None, after: int
+) -> int:
+    """A rank that loads and saves, killed after so many operations; 0, or 3 for a typed error."""
+    join(rank, store)
     run = Run(step=False)
-    run.load(base / "source")
+    run.load(source)
     try:
         with dying(after or 1 << 30, kill=True):
-            run.save(folder / scene.target, "new", keep=scene.keep)
+            run.save(target, label, keep=keep)
     except (zshard.CommError, zshard.CheckpointError):
         return 3
     return 0
@@ -124,7 +101,7 @@ def test_a_death_after_any_operation_leaves_old_or_new(name: str) -> None:
             after += 1
             folder = base / str(after)
             scene.build(folder, states)
-            died = dies(after, lambda: states.save("new", folder / scene.target, keep=scene.keep))
+            died = dies(after, states.save, "new", folder / scene.target, keep=scene.keep)
             seen.add(scene.check(folder, states, {"new"}))
             if not died:
                 break
@@ -143,7 +120,7 @@ def test_a_second_death_in_the_save_after_a_death_leaves_what_there_was_or_the_n
             first += 1
             folder, second = base / str(first), 0
             scene.build(folder, states)
-            if not dies(first, lambda: states.save("new", folder / "x")):
+            if not dies(first, states.save, "new", folder / "x"):
                 break
             found = shape(folder)
             if found in shapes:
@@ -154,8 +131,8 @@ def test_a_second_death_in_the_save_after_a_death_leaves_what_there_was_or_the_n
                 second += 1
                 folder = base / f"{first}-{second}"
                 scene.build(folder, states)
-                assert dies(first, lambda: states.save("new", folder / "x"))
-                died = dies(second, lambda: states.save("newer", folder / "x"))
+                assert dies(first, states.save, "new", folder / "x")
+                died = dies(second, states.save, "newer", folder / "x")
                 now = scene.check(folder, states, {"new", "newer"})
                 assert now in {between, "newer"}
                 if not died:

@@ -267,7 +267,7 @@ def test_a_loss_of_power_in_the_save_after_a_killed_one_leaves_one_of_the_three(
             scene.build(folder, states)
             disk = Disk(folder)
             with recorded(log):
-                died = dies(after, lambda: states.save("new", folder / "x"))
+                died = dies(after, states.save, "new", folder / "x")
                 # What is not synced yet, and what was done: the same where only data differ.
                 shape = [op[0] for op in operations(log) if op[0] in ("rename", "unlink", "rmdir")]
                 if str(shape) in shapes:

@@ -186,27 +186,30 @@ def commit(written: str, target: str) -> None:
             files.rename(displaced, target)
         raise
     if displaced:
-        _remove(displaced, target)
+        with _is_saved(target):
+            files.remove(displaced)
 
 
 def prune(target: str, save_id: str, keep: int) -> None:
     """Delete all whole checkpoints beside ``target`` but the newest, ``keep`` with it."""
     folder = os.path.dirname(target)
-    others = [path for _, path in checkpoints_in(folder) if path != target and is_whole(path)]
-    oldest = reversed(others[keep - 1 :])
-    gone: list[str] = []
-    for path in oldest:
-        gone.append(os.path.join(folder, f".{os.path.basename(path)}.{save_id}.deleted"))
-        files.rename(find(path), gone[-1])
-    if gone:
-        files.sync_folder(folder)  # or a loss of power could leave a part under the old name
-    for name in gone:
-        _remove(name, target)
+    with _is_saved(target):
+        others = [p for _, p in checkpoints_in(folder) if p != target and is_whole(p)]
+        gone: list[str] = []
+        for path in reversed(others[keep - 1 :]):  # the oldest first
+            gone.append(os.path.join(folder, f".{os.path.basename(path)}.{save_id}.deleted"))
+            files.rename(find(path), gone[-1])
+        if gone:
+            files.sync_folder(folder)  # or a loss of power could leave a part under the old name
+        for name in gone:
+            files.remove(name)
 
 
-def _remove(path: str, target: str) -> None:
+@contextmanager
+def _is_saved(target: str) -> Iterator[None]:
+    """Have an error say that it is only about what is to be removed."""
     try:
-        files.remove(path)
+        yield
     except CheckpointError as error:
         raise CheckpointError(
             f"{target} is saved, but a checkpoint before it cannot be removed: {error}"
@@ -216,10 +219,14 @@ def _remove(path: str, target: str) -> None:
 @contextmanager
 def claimed(path: str) -> Iterator[None]:
     """Have other saves into the same folder see that the one in ``path`` is alive."""
-    with files.File(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+    folder = files.File(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    finally:
+        with suppress(CheckpointError):  # the ranks have agreed already on how the save ended
+            folder.close()
 
 
 def _is_free(path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Future
+from concurrent.futures import wait as concurrent_wait
 from typing import Literal, overload
 from weakref import WeakKeyDictionary
 
@@ -33,10 +34,12 @@ class SaveHandle:
     Attributes:
         path: of the checkpoint.
         total_bytes: that this rank writes; written_bytes: those it has written.
+        told: whether ``wait`` has told of the end, so that the next save need not.
     """
 
     def __init__(self, job: Job, future: Future[None]) -> None:
         self._job, self._future = job, future
+        self.told = False
         self.path, self.total_bytes = job.target, job.total_bytes
 
     @property
@@ -49,11 +52,13 @@ class SaveHandle:
         return self._future.done()
 
     def wait(self) -> None:
-        """Wait for its end.
+        """Wait for its end; every rank calls this, or none.
 
         Raises:
             Error: on every rank, if it failed on one.
         """
+        concurrent_wait([self._future])
+        self.told = True
         self._future.result()
 
 
@@ -171,7 +176,7 @@ def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
         StateError: inside a forward, a backward or full_params; for a model without values.
     """
     handle = _PENDING.pop(schedule, None)
-    if handle is not None:
+    if handle is not None and not handle.told:
         handle.wait()
     if schedule.whole:
         raise StateError(f"{what} inside zshard.full_params, whose changes are not taken in yet")
