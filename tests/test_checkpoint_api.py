@@ -185,6 +185,29 @@ def test_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         zshard.load(tmp_path / "b", model, optimizer)
 
 
+def test_an_optimizer_that_a_failed_load_has_torn_is_loaded_too_or_deleted(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    train(model, optimizer, 0, range(1))
+    zshard.save(tmp_path / "a", model, optimizer)
+    zshard.save(tmp_path / "b", model, optimizer)
+    file = tmp_path / "b/optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    for attempt in range(2):
+        with pytest.raises(zshard.CheckpointError, match="are damaged"):
+            zshard.load(tmp_path / "b", model, optimizer)
+        for alone in (zshard.load, lambda path, model: zshard.load_weights(model, path)):
+            with pytest.raises(zshard.StateError, match="states of the AdamW"):
+                alone(tmp_path / "a", model)
+            with pytest.raises(zshard.StateError, match="failed halfway"):
+                model(torch.randn(4, 3))
+        if attempt == 0:
+            zshard.load(tmp_path / "a", model, optimizer)
+            train(model, optimizer, 0, range(1, 2))
+    del optimizer
+    zshard.load(tmp_path / "a", model)
+    train(model, zshard.AdamW(model.parameters()), 0, range(1))
+
+
 def test_torchs_adamw_goes_on_from_zshards(tmp_path: Path) -> None:
     model, optimizer = plain()
     train(model, optimizer, 0, range(2))

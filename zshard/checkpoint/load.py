@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StateError
 from ..schedule import Schedule
 from ..wrap import schedule_of
 from . import catalogue
@@ -116,13 +117,30 @@ def load(
         if rng:
             set_random_state(generators, schedule.device)
 
-    change(schedule, peers, take)
+    change(schedule, peers, take, optimizer)
     return Loaded(saved.extra, match.missing, match.unexpected)
 
 
-def change(schedule: Schedule, peers: Peers, take: Callable[[], None]) -> None:
-    """Give the masters new values by ``take``; if it fails, on any rank, the model is unusable."""
+# Of a model whose load failed halfway: the optimizer whose states that has left in part loaded.
+_TORN: WeakKeyDictionary[Schedule, ref[Optimizer]] = WeakKeyDictionary()
+
+
+def change(
+    schedule: Schedule, peers: Peers, take: Callable[[], None], optimizer: Optimizer | None
+) -> None:
+    """Give the masters, and the optimizer's states, new values by ``take``.
+
+    If it fails, on any rank, the model is unusable until another change succeeds, of the same
+    optimizer too as long as that lives.
+
+    Raises:
+        StateError: for a change that would leave such an optimizer as it is.
+    """
+    if schedule in _TORN:
+        peers.together(lambda: _check_torn(_TORN[schedule](), optimizer, peers.what))
     schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
+    if optimizer is not None:
+        _TORN[schedule] = ref(optimizer)
     flats = [flat for unit in schedule.units for flat in unit.flats]
 
     def taken() -> None:
@@ -136,3 +154,12 @@ def change(schedule: Schedule, peers: Peers, take: Callable[[], None]) -> None:
 
     peers.together(taken)
     schedule.unusable = ""
+    _TORN.pop(schedule, None)
+
+
+def _check_torn(torn: Optimizer | None, optimizer: Optimizer | None, what: str) -> None:
+    if torn is not None and torn is not optimizer:
+        raise StateError(
+            f"{what} would leave the states of the {type(torn).__name__} as a load that failed "
+            "halfway has left them: load with the optimizer, or delete it and make another"
+        )

@@ -74,7 +74,7 @@ def load_weights(
 
     peers.together(compare)
     folder, match = work[0]
-    change(schedule, peers, lambda: fill(folder, match.pairs, None))
+    change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
     return Loaded(None, match.missing, match.unexpected)
 
 
