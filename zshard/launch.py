@@ -6,6 +6,7 @@ environment. So a job that ``torchrun -m zshard train`` starts takes the same pa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from .errors import Error, InputError
-from .job import choose_device
+from .job import STOPPED, choose_device
 
 LOST_PEER = 3  # exit status of a rank that only noticed another one's end
 _CPU_RANKS = 2
@@ -40,7 +41,8 @@ class InterruptedJob(Error):
     def __init__(self, received: signal.Signals) -> None:
         """Takes the signal that the launcher received."""
         self.status = 128 + received
-        super().__init__(f"ended by {received.name}")
+        by_hand = received != signal.SIGTERM
+        super().__init__("interrupted" if by_hand else "ended by SIGTERM, and nothing was saved")
 
 
 def choose_ranks(ranks: int | None, device: str) -> int:
@@ -63,13 +65,45 @@ def choose_ranks(ranks: int | None, device: str) -> int:
 def launch(
     ranks: int,
     arguments: Sequence[str],  # of the command line, after the program's name
-) -> None:
+) -> int:
     """Runs the command line on ``ranks`` processes and returns when all have ended well.
+
+    Returns:
+        0, or STOPPED if SIGTERM, to this process or to a rank, had them save and stop.
 
     Raises:
         LaunchError: when a rank failed; the others have been ended.
-        InterruptedJob: after Ctrl-C, SIGTERM or SIGHUP; all ranks have ended.
+        InterruptedJob: after Ctrl-C or SIGHUP, or SIGTERM before there was anything to save; all
+            ranks have ended.
     """
+    told = False
+
+    def tell_ranks(*_: object) -> None:
+        nonlocal told
+        told = True
+        if not (pids := _children()):
+            raise InterruptedJob(signal.SIGTERM)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, tell_ranks)
+    try:
+        statuses = _run_agent(ranks, arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    ended = set(statuses.values())
+    if not ended:
+        return 0
+    if STOPPED in ended and ended <= {STOPPED, -signal.SIGTERM}:
+        return STOPPED
+    if told and -signal.SIGTERM in ended and ended <= {-signal.SIGTERM, LOST_PEER}:
+        raise InterruptedJob(signal.SIGTERM)
+    raise LaunchError(describe_failure(statuses))
+
+
+def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
+    """Runs the ranks to their ends; the exit statuses other than 0, by rank."""
     # Importing the agent takes a second, and only the process that launches needs it.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -87,6 +121,9 @@ def launch(
         max_restarts=0,
         monitor_interval=_POLL_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        # Not SIGTERM: the agent would kill the ranks 30 s after it, saved or not. How long a job
+        # has is the scheduler's to say, whose SIGKILL ends this process and with it the ranks.
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
     package_parent = str(Path(__file__).resolve().parent.parent)
     command = ("-u", "-c", _BOOTSTRAP, package_parent, *arguments)
@@ -97,10 +134,19 @@ def launch(
     except SignalException as error:
         raise InterruptedJob(error.sigval) from None
     except ChildFailedError as error:
-        statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        raise LaunchError(describe_failure(statuses)) from None
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
     finally:
         logging.disable(logging.NOTSET)
+    return {}
+
+
+def _children() -> list[int]:
+    """Process ids of the ranks that run; none where the system does not tell (only Linux does)."""
+    own = os.getpid()
+    try:
+        return [int(p) for p in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def describe_failure(
