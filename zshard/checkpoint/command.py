@@ -83,8 +83,8 @@ def _page(summary: Summary) -> str:
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in kind.dtypes.items())
         lines.append((name, f"{_megabytes(kind.nbytes)} in {kind.tensors} tensors ({dtypes})"))
     if summary.optimizer is not None:
-        step = "" if summary.step is None else f", {_step(summary.step)}"
-        lines.append(("optimizer is", summary.optimizer + step))
+        at = "" if summary.step is None else f", after {summary.step} steps"
+        lines.append(("optimizer", summary.optimizer + at))
     if summary.extra is not None:
         lines.append(("extra", _shortened(json.dumps(summary.extra))))
     for name, nbytes in summary.files.items():
@@ -93,10 +93,6 @@ def _page(summary: Summary) -> str:
     lines += [("health", problem) for problem in summary.problems or [whole]]
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
-
-
-def _step(step: int | str) -> str:
-    return f"step {step}" if step != "" else "its states at different steps"
 
 
 def _megabytes(nbytes: int) -> str:

@@ -37,7 +37,7 @@ class Summary:
         saved: when, UTC, ISO 8601; ranks: that saved it.
         exported: by ``zshard.export``: only weights.
         parameters: elements of the model's tensors that are no buffers.
-        optimizer: its class; step: how many it has taken, by its states ("" where they differ).
+        optimizer: its class; step: how many it has taken, by its states.
         files: bytes, by name; problems: what is wrong with them, as far as names, sizes and headers
             tell. Empty for a whole checkpoint.
     """
@@ -51,7 +51,7 @@ class Summary:
     parameters: int
     kinds: dict[str, Kind]
     optimizer: str | None
-    step: int | str | None
+    step: int | None
     extra: Json
     files: dict[str, int]
     problems: list[str]
@@ -205,14 +205,11 @@ def _kind(tensors: dict[str, Stored]) -> Kind:
     )
 
 
-def _step(manifest: Manifest) -> int | str | None:
-    """The step of the optimizer's states; None without."""
+def _step(manifest: Manifest) -> int | None:
+    """Of the parameters that took most steps (others were frozen for some); None without states."""
     states = manifest.optimizer.state.values() if manifest.optimizer else ()
-    steps = {state["step"].get("value") for state in states if "step" in state}
-    if not steps:
-        return None
-    first = steps.pop()
-    return int(first) if not steps and isinstance(first, int | float) else ""
+    counts = [state["step"].get("value") for state in states if "step" in state]
+    return max((int(count) for count in counts if isinstance(count, int | float)), default=None)
 
 
 class _Nowhere(Held):
