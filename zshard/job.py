@@ -112,13 +112,12 @@ class Job:
         def ask(*_: object) -> None:
             self._asked_to_stop = True
 
-        before = signal.signal(signal.SIGTERM, ask)
+        signal.signal(signal.SIGTERM, ask)
         try:
             yield
         finally:
-            # A rank of several ends with its work, and until then the launcher may still tell it.
-            if self.world_size == 1:
-                signal.signal(signal.SIGTERM, before)
+            # Nothing is left to be done, and the process's exit status says how it was done.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def gather(self, item: object) -> list[object]:
         """Every rank's item, in rank order."""

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .job import STOPPED, choose_device
 LOST_PEER = 3  # exit status of a rank that only noticed another one's end
 _CPU_RANKS = 2
 _POLL_SECONDS = 0.1
+_TELL_SECONDS = 1.0
 
 # `python -m zshard` would look for zshard in the current folder first, and in a checkout find the
 # one without the extension. The ranks import the zshard that started them.
@@ -76,28 +78,35 @@ def launch(
         InterruptedJob: after Ctrl-C or SIGHUP, or SIGTERM before there was anything to save; all
             ranks have ended.
     """
-    told = False
+    told, ended = False, threading.Event()
 
-    def tell_ranks(*_: object) -> None:
+    def tell_ranks() -> None:
+        # Again and again: some may not have been started yet, and a second SIGTERM asks no more
+        # than the first.
+        while not ended.is_set():
+            for pid in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            ended.wait(_TELL_SECONDS)
+
+    def on_sigterm(*_: object) -> None:
         nonlocal told
-        told = True
-        if not (pids := _children()):
-            raise InterruptedJob(signal.SIGTERM)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        if not told:
+            told = True
+            threading.Thread(target=tell_ranks, daemon=True).start()
 
-    before = signal.signal(signal.SIGTERM, tell_ranks)
+    signal.signal(signal.SIGTERM, on_sigterm)
     try:
         statuses = _run_agent(ranks, arguments)
     finally:
-        signal.signal(signal.SIGTERM, before)
-    ended = set(statuses.values())
-    if not ended:
+        ended.set()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks have ended: so does this process
+    how = set(statuses.values())
+    if not how:
         return 0
-    if STOPPED in ended and ended <= {STOPPED, -signal.SIGTERM}:
+    if STOPPED in how and how <= {STOPPED, -signal.SIGTERM}:
         return STOPPED
-    if told and -signal.SIGTERM in ended and ended <= {-signal.SIGTERM, LOST_PEER}:
+    if told and -signal.SIGTERM in how and how <= {-signal.SIGTERM, LOST_PEER}:
         raise InterruptedJob(signal.SIGTERM)
     raise LaunchError(describe_failure(statuses))
 
@@ -141,12 +150,9 @@ def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
 
 
 def _children() -> list[int]:
-    """Process ids of the ranks that run; none where the system does not tell (only Linux does)."""
+    """Process ids of the ranks that run."""
     own = os.getpid()
-    try:
-        return [int(p) for p in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
-    except OSError:
-        return []
+    return [int(p) for p in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
 
 
 def describe_failure(

@@ -182,7 +182,8 @@ def verify(path: str, progress: Callable[[int], object]) -> list[Damage]:
                 fill(place, [(name, stored, _Nowhere(stored, progress))], manifest.seed)
             except CheckpointError as error:
                 file = os.path.join(place, stored.file)
-                found.setdefault(file, Damage(file)).tensors.append(str(error))
+                why = str(error).removeprefix(f"tensor {name}: ")  # absent if it cannot be opened
+                found.setdefault(file, Damage(file)).tensors.append(f"tensor {name}: {why}")
     return list(found.values())
 
 
