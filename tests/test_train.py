@@ -17,7 +17,7 @@ from zshard.errors import InputError
 from zshard.gpt import GPT
 from zshard.job import Job, Place
 from zshard.options import TrainOptions, changes_on_resume, resolve
-from zshard.train import Run, learning_rate
+from zshard.train import Run, learning_rate, train
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--width", "50"], "width=50 is not a multiple of .* = 12: .*try width=60"),
         (["--steps", "0"], "--steps 0: it has to be 1 or more"),
         (["--lr", "nan"], "--lr nan: it has to be above 0"),
-        (["--resume", "EMPTY"], "there is no checkpoint in there"),
+        (["--resume", "EMPTY"], "there is no whole checkpoint in there"),
     ],
 )
 def test_bad_input_is_refused_with_its_value_and_a_remedy(
@@ -179,6 +179,13 @@ def test_resume_refuses_what_would_change_the_curve(whole_run: tuple[Path, str])
         "(the same batches), precision fp32 -> bf16 (the same batches, rounded otherwise)"
     )
     assert changes_on_resume(resumed, replace(resumed, keep=5, out="x")) == ""
+
+
+def test_resume_refuses_another_text(whole_run: tuple[Path, str], tmp_path: Path) -> None:
+    options = resolve({"resume": str(whole_run[0]), "steps": 10})
+    (tmp_path / "other").write_text("x" * 9999)
+    with pytest.raises(InputError, match=r"not the one that .*step-00000008 was trained on"):
+        train(replace(options, data=(str(tmp_path / "other"),)), Place())
 
 
 def test_a_checkpoint_of_another_program_is_not_resumed(tmp_path: Path) -> None:
@@ -219,3 +226,15 @@ def test_a_failed_save_in_the_background_is_an_error_that_names_the_path(
     done = run("train", *TINY, "--steps", 8, "--save-every", 4, "--data", text, "--out", out)
     assert done.returncode == 1
     assert f"{out / 'checkpoints'}" in done.stderr, done.stderr
+
+
+def test_a_loss_that_is_not_finite_is_an_error_after_the_save_under_way(
+    text: Path, tmp_path: Path
+) -> None:
+    options = ("--steps", 50, "--save-every", 1, "--lr", 1e30, "--sample", 0)
+    done = run("train", *TINY, *options, "--data", text, "--out", tmp_path / "run")
+    assert done.returncode == 1
+    step = int(re.search(r"the loss is nan at step (\d+)", done.stderr)[1])
+    folder = tmp_path / "run" / "checkpoints"
+    assert zshard.latest(folder) == str(folder / f"step-{step - 1:08d}")
+    assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]

@@ -186,10 +186,10 @@ def stopped_at(run: Endless) -> int:
 def test_sigterm_saves_and_stops_all_ranks_and_resuming_is_bitwise_the_run_that_goes_on(
     fresh: list[object], tmp_path: Path, sigterm: Callable[[Endless], None]
 ) -> None:
-    # Both between checkpoints and, with saves in the background all the time, within one.
-    more = ("--save-every", 1) if sigterm is to_one_rank else ()
+    if sigterm is to_one_rank:  # always within a save in the background, or a validation
+        fresh += ["--save-every", 1, "--eval-every", 1]
     out = tmp_path / "run"
-    with started(out, *fresh, *more) as run:
+    with started(out, *fresh) as run:
         sigterm(run)
         first = stopped_at(run)
     with started(out, "--resume", out, steps=first + 4) as run:
