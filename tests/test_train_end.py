@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ import pytest
 from train_command import DEADLINE, TINY, command, environment, losses, write_text
 
 import zshard
-from zshard.job import STOPPED
+from zshard.job import STOPPED, Place
 from zshard.launch import LOST_PEER, describe_failure
 from zshard.metrics import read_metrics
+from zshard.options import TrainOptions, resolve
+from zshard.train import Run, train
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -247,3 +250,48 @@ def test_a_save_that_fails_at_sigterm_is_an_error_that_names_the_path(endless: E
     assert endless.process.returncode == 1
     assert str(endless.out / "checkpoints") in errors
     assert_gone(endless.ranks)
+
+
+@pytest.fixture
+def own_sigterm() -> Iterator[None]:
+    """For runs in the test's own process, after which it ignores SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("what", "call", "saved"),
+    [
+        ("validation_loss", 1, 0),
+        ("take_step", 3, 3),  # after which there is a validation
+        ("validation_loss", 2, 3),
+        ("save", 1, 5),  # in the background, after step 4
+        ("take_step", 8, 8),
+        ("memory_table", 1, 2),
+    ],
+)
+@pytest.mark.usefixtures("own_sigterm")
+def test_a_run_stopped_anywhere_and_resumed_leaves_the_lines_of_the_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, call: int, saved: int
+) -> None:
+    shape = {"layers": 2, "width": 36, "heads": 3, "seq": 24, "batch": 3, "device": "cpu"}
+    data = (str(write_text(tmp_path / "text")),)
+    options = TrainOptions(**shape, data=data, steps=8, eval_every=3, save_every=4, sample=0)
+    whole, out = replace(options, out=str(tmp_path / "whole")), tmp_path / "run"
+    assert train(whole, Place()) == 0
+    plain, calls = getattr(Run, what), []
+
+    def stopped(*args: object, **named: object) -> object:
+        calls.append(what)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(*args, **named)
+
+    monkeypatch.setattr(Run, what, stopped)
+    complete = saved == options.steps
+    assert train(replace(options, out=str(out)), Place()) == (0 if complete else STOPPED)
+    assert zshard.latest(out / "checkpoints") == str(out / f"checkpoints/step-{saved:08d}")
+    if not complete:
+        assert train(resolve({"resume": str(out)}), Place()) == 0
+    assert losses(out, after=-1) == losses(tmp_path / "whole", after=-1)
