@@ -1,58 +1,28 @@
 """`zshard train`: a run leaves what it promises, resumes bitwise, and ends cleanly when it must."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 import torch
+from checkpoints import assert_same, content
+from train_command import TINY, losses, run, write_text
 
+import zshard
+from zshard.checkpoint.inspect import summarize
 from zshard.data import Corpus, find_files
 from zshard.errors import InputError
 from zshard.gpt import GPT
 from zshard.job import Job, Place
-from zshard.launch import LOST_PEER, describe_failure
-from zshard.metrics import Validation, read_metrics
-from zshard.options import TrainOptions, resolve
-from zshard.snapshot import find_snapshot, load_rank
-from zshard.train import Run, learning_rate
-
-DEADLINE = 120  # seconds for one run of the command, most of it the start of Python
-TINY = ["--device", "cpu", "--layers", "2", "--width", "36", "--heads", "3", "--seq", "24"]
-TINY += ["--batch", "3", "--eval-every", "3", "--sample", "8"]
-
-
-# A launcher and the process ids of its ranks.
-Endless: TypeAlias = tuple["subprocess.Popen[str]", list[int]]
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "zshard", *map(str, arguments)]
-
-
-def environment() -> dict[str, str]:
-    """Of a process that no launcher started."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    return {k: v for k, v in os.environ.items() if k not in launcher} | {"OMP_NUM_THREADS": "1"}
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=DEADLINE, env=environment()
-    )
+from zshard.options import TrainOptions, changes_on_resume, resolve
+from zshard.train import Run, learning_rate, train
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: the square is {i * i}\n" for i in range(2000)))
-    return path
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +34,12 @@ def whole_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return out, done.stdout
 
 
-def losses(out: Path, after: int = 0) -> list[tuple[int, str, float]]:
-    """Training and validation losses of the steps after ``after``, in the order written."""
-    return [
-        (m.step, "validation", m.validation_loss)
-        if isinstance(m, Validation)
-        else (m.step, "training", m.loss)
-        for m in read_metrics(out / "metrics.jsonl")
-        if m.step > after
-    ]
+def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
+    """Weights and optimizer states are equal bit by bit; out and resume may differ."""
+    contents = [content(run / "checkpoints" / f"step-{step:08d}") for run in (one, other)]
+    for found in contents:
+        del found["extra"]
+    assert_same(*contents, "the checkpoint")
 
 
 def test_a_run_leaves_metrics_a_plot_checkpoints_a_memory_table_and_a_sample(
@@ -117,10 +84,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     done = run("train", "--resume", out / "checkpoints" / "step-00000004", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == losses(out, after=4)
-    for rank in range(2):
-        name = f"step-00000008/rank-{rank:05d}-of-00002.safetensors"
-        resumed = (tmp_path / "checkpoints" / name).read_bytes()
-        assert resumed == (out / "checkpoints" / name).read_bytes(), f"rank {rank} differs"
+    assert_same_checkpoint(tmp_path, out, 8)
 
 
 def test_one_rank_takes_the_steps_of_plain_torch(text: Path) -> None:
@@ -168,110 +132,6 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
     assert first > 5 and last < first - 1, (first, last)
 
 
-# --- the end of a job ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def endless(text: Path, tmp_path: Path) -> Iterator[Endless]:
-    """A run that would go on for hours, in its sixth step at least, and its ranks' process ids."""
-    out = tmp_path / "run"
-    process = subprocess.Popen(
-        command("train", *TINY, "--steps", 10**6, "--data", text, "--out", out),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    ranks: list[int] = []
-    try:
-        deadline = time.monotonic() + DEADLINE
-        metrics = out / "metrics.jsonl"
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 6:
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline, f"no fifth step in {DEADLINE} s"
-            time.sleep(0.05)
-        ranks += children(process.pid)
-        assert len(ranks) == 2
-        yield process, ranks
-    finally:  # whatever the test found, nothing of it stays
-        process.kill()
-        for pid in ranks:
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of the ranks that ``pid`` launched, by rank."""
-    ranks = {}
-    for line in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        variables = Path(f"/proc/{line}/environ").read_bytes().split(b"\0")
-        ranks.update({int(v[5:]): int(line) for v in variables if v.startswith(b"RANK=")})
-    return [ranks[rank] for rank in sorted(ranks)]
-
-
-def assert_gone(ranks: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(alive, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    left = list(filter(alive, ranks))
-    assert not left, f"ranks outlived their job: {left}"
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@linux
-def test_ctrl_c_ends_all_ranks_with_one_line(endless: Endless) -> None:
-    process, ranks = endless
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors.strip() == "zshard: interrupted; all ranks have ended"
-    assert_gone(ranks)
-
-
-@linux
-def test_a_killed_rank_ends_the_job_with_an_error_that_names_it(endless: Endless) -> None:
-    process, ranks = endless
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1, errors
-    assert "rank 1 was killed by SIGKILL" in errors
-    assert_gone(ranks)
-
-
-@pytest.mark.parametrize(
-    ("statuses", "named"),
-    [
-        ({0: LOST_PEER, 1: -signal.SIGKILL}, "rank 1 was killed by SIGKILL"),
-        ({0: -signal.SIGTERM, 1: 1}, "rank 1 ended with exit status 1; its error is above"),
-        ({0: LOST_PEER, 1: 1, 2: -signal.SIGTERM}, "rank 1 ended with exit status 1"),
-        ({0: 1, 1: -signal.SIGSEGV}, "rank 1 was killed by SIGSEGV"),
-        ({0: -signal.SIGTERM, 1: LOST_PEER}, f"rank 1 ended with exit status {LOST_PEER}"),
-    ],
-)
-def test_the_rank_that_ended_the_job_is_named_not_one_that_noticed(
-    statuses: dict[int, int], named: str
-) -> None:
-    assert describe_failure(statuses).startswith(named)
-
-
-@linux
-def test_a_killed_launcher_takes_its_ranks_with_it(endless: Endless) -> None:
-    process, ranks = endless
-    process.kill()
-    process.wait(timeout=60)
-    assert_gone(ranks)
-
-
 # --- without starting ranks ---------------------------------------------------------------------
 
 
@@ -284,7 +144,7 @@ def test_a_killed_launcher_takes_its_ranks_with_it(endless: Endless) -> None:
         (["--width", "50"], "width=50 is not a multiple of .* = 12: .*try width=60"),
         (["--steps", "0"], "--steps 0: it has to be 1 or more"),
         (["--lr", "nan"], "--lr nan: it has to be above 0"),
-        (["--resume", "EMPTY"], "there is no checkpoint in there"),
+        (["--resume", "EMPTY"], "there is no whole checkpoint in there"),
     ],
 )
 def test_bad_input_is_refused_with_its_value_and_a_remedy(
@@ -311,5 +171,70 @@ def test_resume_refuses_what_would_change_the_curve(whole_run: tuple[Path, str])
     assert (resumed.steps, resumed.ranks, resumed.layers) == (10, 2, 2)
     with pytest.raises(InputError, match=r"holds a run already"):
         resolve({"out": out})
-    with pytest.raises(InputError, match=r"shards of 2 ranks and this job has 3: .*--ranks 2"):
-        load_rank(find_snapshot(Path(out)), rank=0, ranks=3)
+    free = {"ranks": 3, "strategy": "ddp", "precision": "bf16", "accumulate": 2, "keep": 5}
+    changed = resolve({"resume": out, "steps": 10, **free})
+    assert {name: getattr(changed, name) for name in free} == free
+    assert changes_on_resume(resumed, changed) == (
+        "ranks 2 -> 3 (other batches), accumulate 1 -> 2 (other batches), strategy zero3 -> ddp "
+        "(the same batches), precision fp32 -> bf16 (the same batches, rounded otherwise)"
+    )
+    assert changes_on_resume(resumed, replace(resumed, keep=5, out="x")) == ""
+
+
+def test_resume_refuses_another_text(whole_run: tuple[Path, str], tmp_path: Path) -> None:
+    options = resolve({"resume": str(whole_run[0]), "steps": 10})
+    (tmp_path / "other").write_text("x" * 9999)
+    with pytest.raises(InputError, match=r"not the one that .*step-00000008 was trained on"):
+        train(replace(options, data=(str(tmp_path / "other"),)), Place())
+
+
+def test_a_checkpoint_of_another_program_is_not_resumed(tmp_path: Path) -> None:
+    model = zshard.wrap(torch.nn.Linear(2, 3))
+    zshard.save(tmp_path / "a", model, extra={"step": 1})
+    with pytest.raises(InputError, match=r"a: not a checkpoint of zshard train"):
+        resolve({"resume": str(tmp_path / "a")})
+
+
+def test_a_run_resumes_on_more_ranks_with_another_strategy_and_precision_and_says_so(
+    whole_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    """From a folder whose newest checkpoint is damaged."""
+    out = tmp_path / "run"
+    shutil.copytree(whole_run[0], out)
+    weights = out / "checkpoints" / "step-00000008" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    options = ("--ranks", 3, "--strategy", "ddp", "--precision", "bf16", "--keep", 1)
+    done = run("train", "--resume", out, *options)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^from: .*step-00000004, step 4$", done.stdout, re.M), done.stdout
+    assert re.search(r"not from .*step-00000008, which is not whole: .*bytes", done.stdout)
+    assert "ranks 2 -> 3 (other batches)" in done.stdout
+    assert [step for step, kind, _ in losses(out) if kind == "training"] == list(range(1, 9))
+    # The first loss is that of the restored weights, but for the batches and the rounding.
+    fifth = [[x for s, k, x in losses(o) if (s, k) == (5, "training")] for o in (out, whole_run[0])]
+    assert fifth[0] == pytest.approx(fifth[1], rel=0.05) and fifth[0] != fifth[1]
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000008"]
+    assert summarize(str(weights.parent)).ranks == 3
+
+
+def test_a_failed_save_in_the_background_is_an_error_that_names_the_path(
+    text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "checkpoints").write_text("in the way")
+    done = run("train", *TINY, "--steps", 8, "--save-every", 4, "--data", text, "--out", out)
+    assert done.returncode == 1
+    assert f"{out / 'checkpoints'}" in done.stderr, done.stderr
+
+
+def test_a_loss_that_is_not_finite_is_an_error_after_the_save_under_way(
+    text: Path, tmp_path: Path
+) -> None:
+    options = ("--steps", 50, "--save-every", 1, "--lr", 1e30, "--sample", 0)
+    done = run("train", *TINY, *options, "--data", text, "--out", tmp_path / "run")
+    assert done.returncode == 1
+    step = int(re.search(r"the loss is nan at step (\d+)", done.stderr)[1])
+    folder = tmp_path / "run" / "checkpoints"
+    assert zshard.latest(folder) == str(folder / f"step-{step - 1:08d}")
+    assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]

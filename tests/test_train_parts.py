@@ -1,4 +1,4 @@
-"""What `zshard train` is made of: text, model, metrics and snapshots, each on its own."""
+"""What `zshard train` is made of: text, model and metrics, each on its own."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from zshard.data import Corpus, find_files
-from zshard.errors import InputError
 from zshard.gpt import GPT, SIZES, GPTConfig, generate
 from zshard.metrics import MetricsLog, StepMetrics, read_metrics
 from zshard.options import TrainOptions
-from zshard.snapshot import Header, RankState, load_rank, save_snapshot
 
 
 def test_a_batch_is_a_function_of_seed_step_micro_step_and_rank_alone() -> None:
@@ -39,28 +37,6 @@ def test_a_folder_is_read_in_order_and_without_hidden_files(tmp_path: Path) -> N
         (tmp_path / name).write_text(name)
     found = [str(f.relative_to(tmp_path)) for f in find_files([str(tmp_path)])]
     assert found == ["a.txt", "b/1.txt", "b/2.txt"]
-
-
-def test_a_snapshot_keeps_every_bit_and_deletes_the_oldest(tmp_path: Path) -> None:
-    shared = torch.randn(10)
-    master = {"w": shared[:7], "empty": shared[7:7], "b": shared[7:]}
-    state = {"exp_avg": torch.randn(7).to(torch.bfloat16), "step": torch.tensor(3.0), "n": 3}
-    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0]}]
-    rank_state = RankState(master, {"state": {0: state}, "param_groups": groups})
-    for step in (1, 2, 3):
-        header = Header(step=step, ranks=1, checksum=7, options={})
-        path = save_snapshot(tmp_path, header, rank_state, rank=0, barrier=lambda: None)
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000003"]
-    loaded = load_rank(path, rank=0, ranks=1)
-    assert {k: v.tolist() for k, v in loaded.master.items()} == {
-        k: v.tolist() for k, v in master.items()
-    }
-    assert loaded.optimizer["param_groups"] == groups
-    assert loaded.optimizer["state"][0]["n"] == 3
-    assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], state["exp_avg"])
-    (path / "rank-00000-of-00001.safetensors").write_bytes(b"cut short")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_rank(path, rank=0, ranks=1)
 
 
 def test_metrics_written_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``zshard train``, ``zshard bench`` and ``zshard info``."""
+"""The command line: ``zshard train``, ``zshard ckpt``, ``zshard bench`` and ``zshard info``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C, bench
+from .checkpoint.command import add_ckpt, run_ckpt
 from .data import check_size, find_files
 from .errors import CommError, Error, InputError
 from .gpt import SIZES
@@ -25,7 +26,10 @@ _FAILED, _USAGE = 1, 2  # exit statuses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, 1 failed, 2 bad input, 130 interrupted."""
+    """Runs one command and returns its exit status.
+
+    0; 1 failed; 2 bad input; 130 interrupted; 143 stopped by SIGTERM.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = vars(_parser().parse_args(arguments))
     command = given.pop("command")
@@ -34,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command == "bench":
         return _report(lambda: bench.run(given["benchmark"], given["arguments"]), "zshard")
+    if command == "ckpt":
+        return _report(lambda: run_ckpt(**given), "zshard")
     place = Place.from_environment()
     name = "zshard" if place is None else f"zshard: rank {place.rank}"
     status = _report(lambda: _train(given, arguments, place), name)
@@ -46,28 +52,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _report(command: Callable[[], None], name: str) -> int:
+def _report(command: Callable[[], int | None], name: str) -> int:
     """Runs a command, reports an error in one line, and returns the exit status."""
     try:
-        command()
+        return command() or 0
     except KeyboardInterrupt:
-        return _interrupted(128 + signal.SIGINT)
+        return _interrupted(InterruptedJob(signal.SIGINT))
     except InterruptedJob as interruption:
-        return _interrupted(interruption.status)
+        return _interrupted(interruption)
     except Error as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         if isinstance(error, CommError):
             return LOST_PEER
         return _USAGE if isinstance(error, InputError) else _FAILED
-    return 0
 
 
-def _interrupted(status: int) -> int:
-    print("\nzshard: interrupted; all ranks have ended", file=sys.stderr)
-    return status
+def _interrupted(job: InterruptedJob) -> int:
+    print(f"\nzshard: {job}; all ranks have ended", file=sys.stderr)
+    return job.status
 
 
-def _train(given: dict[str, object], arguments: Sequence[str], place: Place | None) -> None:
+def _train(given: dict[str, object], arguments: Sequence[str], place: Place | None) -> int:
     if "data" in given:
         given["data"] = tuple(cast("list[str]", given["data"]))
     options = resolve(given)
@@ -77,16 +82,15 @@ def _train(given: dict[str, object], arguments: Sequence[str], place: Place | No
         files = find_files(options.data)
         check_size(sum(file.stat().st_size for file in files), len(files), options.seq)
         if ranks > 1:
-            launch(ranks, arguments)
-            return
+            return launch(ranks, arguments)
         place = Place()
-    elif options.ranks not in (None, place.world_size):
+    elif given.get("ranks", place.world_size) != place.world_size:
         raise InputError(
-            f"--ranks {options.ranks}: this job was started with {place.world_size} ranks"
+            f"--ranks {given['ranks']}: this job was started with {place.world_size} ranks"
         )
     from .train import train
 
-    train(options, place)
+    return train(options, place)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="the benchmark's own options"
     )
+    add_ckpt(commands.add_parser("ckpt", help="look into checkpoints, and check them"))
     _add_train(
         commands.add_parser(
             "train",
@@ -177,9 +182,15 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
     output = parser.add_argument_group("output")
     add(output, "out", str, "folder for metrics, plot and checkpoints (default: runs/DATE-TIME)")
-    add(output, "resume", str, "go on from this checkpoint, or from the newest of this folder")
+    add(
+        output,
+        "resume",
+        str,
+        "go on from this checkpoint, or from the newest whole one of this run's folder",
+    )
     add(output, "eval-every", int, "steps between two validations")
     add(output, "save-every", int, "steps between two checkpoints")
+    add(output, "keep", int, "checkpoints that stay, the newest")
     add(output, "sample", int, "bytes of text to generate at the end")
 
 

@@ -1,4 +1,11 @@
-"""One rank's place in a job, and the few things that all ranks of ``zshard train`` do together."""
+"""One rank's place in a job, and the few things that all ranks of ``zshard train`` do together.
+
+[Note: save and stop]
+SIGTERM, to the launcher (which hands it on) or to any rank, asks for a stop. A rank only notes it:
+all have to leave at the same step. What it noted travels with the next mean loss, so all ranks
+learn of it at the same step, which they end, save, and leave with STOPPED. Before the first loss is
+under way there is nothing to save, and SIGTERM ends a rank as it ends any process.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +25,9 @@ from tqdm import tqdm
 
 from .errors import CommError, InputError
 
+# Exit status of a job that SIGTERM stopped and that has saved all it did: 128 + 15, as of a process
+# that SIGTERM ended. To Slurm and Kubernetes the job is not complete, and may be started again.
+STOPPED = 128 + signal.SIGTERM
 _DEADLINE = timedelta(minutes=5)  # of one collective; ranks wait for one another no longer
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -54,7 +64,11 @@ def choose_device(device: str) -> str:
 
 
 class Job:
-    """The ranks of a job, seen from one of them."""
+    """The ranks of a job, seen from one of them.
+
+    Attributes:
+        stopping: whether, at the last ``mean``, any rank had been asked to stop; the same on all.
+    """
 
     def __init__(self, place: Place, device: str) -> None:
         """Takes the rank's device; joins the process group where there are several ranks."""
@@ -68,21 +82,42 @@ class Job:
             _follow_parent()
             backend = "nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=_DEADLINE)
+        self.stopping = False
+        self._asked_to_stop = False
 
-    def mean(self, value: Tensor) -> float:
-        """The mean over ranks of a 0-d tensor, the same bits on every rank."""
+    def mean(self, loss: Tensor) -> float:
+        """The mean over ranks of a 0-d fp32 tensor, the same bits on every rank.
+
+        With it travels whether a rank was asked to stop; ``stopping`` says so on all ranks then.
+        """
+        pair = loss.new_zeros(2)  # filled on the device, to be read back at once
+        pair[0] = loss
+        if self._asked_to_stop:
+            pair[1] = 1
         if self.world_size > 1:
-            value = value.clone()
             with self._named_errors("the mean loss"):
-                dist.all_reduce(value)
-            value /= self.world_size
-        return value.item()
+                dist.all_reduce(pair)
+            pair[0] /= self.world_size
+        mean, asked = pair.tolist()
+        self.stopping = asked > 0
+        return float(mean)
 
-    def barrier(self) -> None:
-        """Returns when every rank has come here."""
-        if self.world_size > 1:
-            with self._named_errors("a barrier"):
-                dist.barrier()
+    @contextlib.contextmanager
+    def stopped_by_sigterm(self) -> Iterator[None]:
+        """Has SIGTERM ask for a stop, at the next ``mean``; see [Note: save and stop].
+
+        A second one asks for the same: Slurm sends it to ranks that the launcher tells as well.
+        """
+
+        def ask(*_: object) -> None:
+            self._asked_to_stop = True
+
+        signal.signal(signal.SIGTERM, ask)
+        try:
+            yield
+        finally:
+            # Nothing is left to be done, and the process's exit status says how it was done.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def gather(self, item: object) -> list[object]:
         """Every rank's item, in rank order."""

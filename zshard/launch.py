@@ -6,21 +6,24 @@ environment. So a job that ``torchrun -m zshard train`` starts takes the same pa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from .errors import Error, InputError
-from .job import choose_device
+from .job import STOPPED, choose_device
 
 LOST_PEER = 3  # exit status of a rank that only noticed another one's end
 _CPU_RANKS = 2
 _POLL_SECONDS = 0.1
+_TELL_SECONDS = 1.0
 
 # `python -m zshard` would look for zshard in the current folder first, and in a checkout find the
 # one without the extension. The ranks import the zshard that started them.
@@ -40,7 +43,8 @@ class InterruptedJob(Error):
     def __init__(self, received: signal.Signals) -> None:
         """Takes the signal that the launcher received."""
         self.status = 128 + received
-        super().__init__(f"ended by {received.name}")
+        by_hand = received != signal.SIGTERM
+        super().__init__("interrupted" if by_hand else "ended by SIGTERM, and nothing was saved")
 
 
 def choose_ranks(ranks: int | None, device: str) -> int:
@@ -63,13 +67,52 @@ def choose_ranks(ranks: int | None, device: str) -> int:
 def launch(
     ranks: int,
     arguments: Sequence[str],  # of the command line, after the program's name
-) -> None:
+) -> int:
     """Runs the command line on ``ranks`` processes and returns when all have ended well.
+
+    Returns:
+        0, or STOPPED if SIGTERM, to this process or to a rank, had them save and stop.
 
     Raises:
         LaunchError: when a rank failed; the others have been ended.
-        InterruptedJob: after Ctrl-C, SIGTERM or SIGHUP; all ranks have ended.
+        InterruptedJob: after Ctrl-C or SIGHUP, or SIGTERM before there was anything to save; all
+            ranks have ended.
     """
+    told, ended = False, threading.Event()
+
+    def tell_ranks() -> None:
+        # Again and again: some may not have been started yet, and a second SIGTERM asks no more
+        # than the first.
+        while not ended.is_set():
+            for pid in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            ended.wait(_TELL_SECONDS)
+
+    def on_sigterm(*_: object) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            threading.Thread(target=tell_ranks, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        statuses = _run_agent(ranks, arguments)
+    finally:
+        ended.set()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks have ended: so does this process
+    how = set(statuses.values())
+    if not how:
+        return 0
+    if STOPPED in how and how <= {STOPPED, -signal.SIGTERM}:
+        return STOPPED
+    if told and -signal.SIGTERM in how and how <= {-signal.SIGTERM, LOST_PEER}:
+        raise InterruptedJob(signal.SIGTERM)
+    raise LaunchError(describe_failure(statuses))
+
+
+def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
+    """Runs the ranks to their ends; the exit statuses other than 0, by rank."""
     # Importing the agent takes a second, and only the process that launches needs it.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -87,6 +130,9 @@ def launch(
         max_restarts=0,
         monitor_interval=_POLL_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        # Not SIGTERM: the agent would kill the ranks 30 s after it, saved or not. How long a job
+        # has is the scheduler's to say, whose SIGKILL ends this process and with it the ranks.
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
     package_parent = str(Path(__file__).resolve().parent.parent)
     command = ("-u", "-c", _BOOTSTRAP, package_parent, *arguments)
@@ -97,10 +143,16 @@ def launch(
     except SignalException as error:
         raise InterruptedJob(error.sigval) from None
     except ChildFailedError as error:
-        statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        raise LaunchError(describe_failure(statuses)) from None
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
     finally:
         logging.disable(logging.NOTSET)
+    return {}
+
+
+def _children() -> list[int]:
+    """Process ids of the ranks that run."""
+    own = os.getpid()
+    return [int(p) for p in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
 
 
 def describe_failure(

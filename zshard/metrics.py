@@ -36,7 +36,11 @@ Line = StepMetrics | Validation
 
 
 class MetricsLog:
-    """Appends to ``metrics.jsonl``; each line is on disk when ``write`` returns."""
+    """Appends to ``metrics.jsonl``; each line is on disk when ``write`` returns.
+
+    Attributes:
+        validated: steps after which there is a validation already.
+    """
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class MetricsLog:
     ) -> None:
         """Opens the file; creates it when it is missing."""
         kept = [m for m in read_metrics(path) if m.step <= resumed_at] if path.exists() else []
+        self.validated = {m.step for m in kept if isinstance(m, Validation)}
         self._file = path.open("w", encoding="utf-8")
         for metrics in kept:
             self.write(metrics)

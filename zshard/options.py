@@ -9,10 +9,19 @@ from typing import cast
 
 from .errors import InputError
 from .gpt import SIZES, GPTConfig
-from .snapshot import find_snapshot, read_header
+from .resume import Origin, find_origin
 
-# What a resumed run may change: everything else decides the loss curve or the shards.
-_FREE_ON_RESUME = {"steps", "out", "resume", "device", "eval_every", "save_every", "sample"}
+# What a resumed run may change: how it goes on, not what is trained on what; another model, text,
+# batch, rate or seed is another run. Some of it changes the losses, and the run says how.
+_FREE_ON_RESUME = {
+    **dict.fromkeys(("out", "resume", "device", "eval_every", "save_every", "keep", "sample"), ""),
+    "activation_checkpointing": "",
+    "steps": "other learning rates",
+    "ranks": "other batches",
+    "accumulate": "other batches",
+    "strategy": "the same batches",
+    "precision": "the same batches, rounded otherwise",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class TrainOptions:
     seed: int = 0
     eval_every: int = 50
     save_every: int = 100
+    keep: int = 2  # checkpoints
     sample: int = 200  # bytes of generated text
     out: str | None = None  # None: a new folder
     resume: str | None = None
@@ -52,6 +62,7 @@ class TrainOptions:
             "accumulate": 1,
             "eval_every": 1,
             "save_every": 1,
+            "keep": 1,
             "seed": 0,
             "sample": 0,
         }.items():
@@ -102,23 +113,38 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
                 f"--resume {options.out}"
             )
         return options
-    snapshot = find_snapshot(Path(str(given["resume"])))
-    header = read_header(snapshot)
-    saved = replace(_from_json(header.options), ranks=header.ranks)
+    origin = find_origin(Path(str(given["resume"])))
+    saved = options_of(origin)
     for name, value in given.items():
         if name not in _FREE_ON_RESUME and value != getattr(saved, name):
             flag = name.replace("_", "-")
             raise InputError(
-                f"--{flag} {value}: the checkpoint {snapshot} was trained with --{flag} "
+                f"--{flag} {value}: the checkpoint {origin.path} was trained with --{flag} "
                 f"{getattr(saved, name)}; leave the option out, or start a new run"
             )
-    out = given.get("out", str(snapshot.parent.parent))
-    options = replace(saved, **{**given, "resume": str(snapshot), "out": out})  # type: ignore[arg-type]
-    if options.steps <= header.step:
+    out = given.get("out", str(origin.path.parent.parent))
+    options = replace(saved, **{**given, "out": out})  # type: ignore[arg-type]
+    if options.steps <= origin.progress.step:
         raise InputError(
-            f"the checkpoint {snapshot} has all {header.step} steps: --steps has to be more"
+            f"the checkpoint {origin.path} has all {origin.progress.step} steps: --steps has to "
+            "be more"
         )
     return options
+
+
+def options_of(origin: Origin) -> TrainOptions:
+    """The options of the run that saved a checkpoint, with the ranks that it had."""
+    return replace(_from_json(origin.progress.options), ranks=origin.progress.ranks)
+
+
+def changes_on_resume(saved: TrainOptions, now: TrainOptions) -> str:
+    """What of a resumed run differs from the one that saved, and what follows; "" for nothing."""
+    changes = [
+        f"{name} {getattr(saved, name)} -> {getattr(now, name)} ({effect})"
+        for name, effect in _FREE_ON_RESUME.items()
+        if effect and getattr(saved, name) != getattr(now, name)
+    ]
+    return ", ".join(changes)
 
 
 def _from_json(recorded: Mapping[str, object]) -> TrainOptions:

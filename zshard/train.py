@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import cast
@@ -19,7 +21,7 @@ import zshard
 from .data import Batch, Corpus, find_files
 from .errors import Error, InputError
 from .gpt import GPT, generate
-from .job import Job, Place, choose_device
+from .job import STOPPED, Job, Place, choose_device
 from .metrics import (
     Held,
     MetricsLog,
@@ -30,9 +32,8 @@ from .metrics import (
     plot_loss,
     read_metrics,
 )
-from .options import TrainOptions
-from .param import Sharded
-from .snapshot import Header, OptimizerState, RankState, load_rank, read_header, save_snapshot
+from .options import TrainOptions, changes_on_resume, options_of
+from .resume import FOLDER, Origin, Progress, find_origin
 from .streams import upload
 
 _MAX_GRAD_NORM = 1.0
@@ -49,8 +50,10 @@ class TrainError(Error):
 class Run:
     """A training run on one rank: model, optimizer, text, and the steps taken so far."""
 
-    def __init__(self, job: Job, options: TrainOptions, corpus: Corpus) -> None:
-        """Builds and wraps the model, or takes it and the step from the checkpoint to resume."""
+    def __init__(
+        self, job: Job, options: TrainOptions, corpus: Corpus, origin: Origin | None = None
+    ) -> None:
+        """Builds and wraps the model; with ``origin``, takes its state and step from there."""
         self.job, self.options, self.corpus = job, options, corpus
         torch.manual_seed(options.seed)
         precision = zshard.Precision.bf16() if options.precision == "bf16" else zshard.Precision()
@@ -66,8 +69,10 @@ class Run:
         ]
         self.optimizer = zshard.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
         self.step = 0
-        if options.resume:
-            self._restore(Path(options.resume))
+        self._saving: zshard.SaveHandle | None = None
+        if origin is not None:
+            zshard.load(origin.path, self.model, self.optimizer)
+            self.step = origin.progress.step
 
     def take_step(self) -> StepMetrics:
         """One optimizer step over ``accumulate`` micro-batches of every rank."""
@@ -139,61 +144,42 @@ class Run:
     def memory_table(self) -> str:
         """What each rank holds beside what DDP would; every rank calls this."""
         peak = zshard.memory(self.model)["peak"]
-        states = _local_states(self.optimizer)["state"].values()
         held = Held(
             weights=peak["parameters"] + peak["master"],
             gradients=peak["gradients"],
-            optimizer=sum(t.nbytes for s in states for t in s.values() if isinstance(t, Tensor)),
+            optimizer=peak["optimizer"],
             buffers=peak["full_buffers"] + peak["reduce_buffers"],
         )
         ranks = cast("list[Held]", self.job.gather(held))
         low = self.options.precision == "bf16"
         return memory_table(ranks, ddp_memory(self.parameters, low_precision=low))
 
-    def save(self, folder: Path) -> Path:
-        """Writes a checkpoint; every rank calls this."""
-        header = Header(
-            step=self.step,
-            ranks=self.job.world_size,
-            checksum=self.corpus.checksum,
-            options=self.options.as_json(),
+    def checkpoint(self, out: Path) -> Path:
+        """Where the state after the last step is saved."""
+        return out / FOLDER / f"step-{self.step:08d}"
+
+    def save(self, out: Path, *, asynchronous: bool) -> None:
+        """Writes a checkpoint, after one that is still being written; every rank calls this.
+
+        Raises:
+            CheckpointError: for this one, or the one before; names the path.
+        """
+        progress = Progress(
+            self.step, self.job.world_size, self.corpus.checksum, self.options.as_json()
         )
-        state = RankState(zshard.local_shards(self.model), _local_states(self.optimizer))
-        return save_snapshot(folder, header, state, rank=self.job.rank, barrier=self.job.barrier)
+        self._saving = zshard.save(
+            self.checkpoint(out),
+            self.model,
+            self.optimizer,
+            extra=progress.as_extra(),
+            keep=self.options.keep,
+            asynchronous=asynchronous,
+        )
 
-    def _restore(self, snapshot: Path) -> None:
-        header = read_header(snapshot)
-        if header.checksum != self.corpus.checksum:
-            raise InputError(
-                f"the text is not the one that {snapshot} was trained on (CRC-32 "
-                f"{self.corpus.checksum:08x}, not {header.checksum:08x}): give the same --data"
-            )
-        state = load_rank(snapshot, rank=self.job.rank, ranks=self.job.world_size)
-        live = zshard.local_shards(self.model)
-        expected = {name: tuple(part.shape) for name, part in live.items()}
-        found = {name: tuple(part.shape) for name, part in state.master.items()}
-        if expected != found:
-            names = sorted(n for n in expected | found if expected.get(n) != found.get(n))
-            raise InputError(
-                f"rank {self.job.rank}'s shards in {snapshot} do not fit the model, first at "
-                f"{names[0]}: {found.get(names[0])} stored, {expected.get(names[0])} needed"
-            )
-        for name, part in live.items():
-            part.copy_(state.master[name])
-        zshard.mark_updated(self.model)
-        self.optimizer.load_state_dict(dict(state.optimizer))
-        self.step = header.step
-
-
-def _local_states(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """The optimizer's state_dict with this rank's slices in place of sharded tensors."""
-    found = cast(OptimizerState, optimizer.state_dict())
-    for number, state in found["state"].items():
-        found["state"][number] = {
-            name: value.local if isinstance(value, Sharded) else value
-            for name, value in state.items()
-        }
-    return found
+    def finish_save(self) -> None:
+        """Waits for a checkpoint that is still being written."""
+        if self._saving is not None:
+            self._saving.wait()
 
 
 def learning_rate(
@@ -209,28 +195,51 @@ def learning_rate(
     return options.lr * share
 
 
-def train(options: TrainOptions, place: Place) -> None:
-    """Trains, on the rank that ``place`` says; returns when the run is complete.
+def train(options: TrainOptions, place: Place) -> int:
+    """Trains, on the rank that ``place`` says; returns when the run is complete, or has stopped.
+
+    Returns:
+        0, or STOPPED if SIGTERM stopped the run; then all that it did is saved.
 
     Raises:
         InputError: for text or a checkpoint that cannot be used.
+        CheckpointError: when one cannot be read or written.
         TrainError: when the loss is no longer finite.
     """
+    origin = find_origin(Path(options.resume)) if options.resume else None
     corpus = Corpus.read(find_files(options.data), options.seq)
+    if origin is not None and origin.progress.text_crc32 != corpus.checksum:
+        raise InputError(
+            f"the text is not the one that {origin.path} was trained on (CRC-32 "
+            f"{corpus.checksum:08x}, not {origin.progress.text_crc32:08x}): give the same --data"
+        )
     job = Job(place, choose_device(options.device))
-    run = Run(job, options, corpus)
-    _announce(run)
+    options = replace(options, ranks=job.world_size)
+    run = Run(job, options, corpus, origin)
+    _announce(run, origin)
     out = Path(options.out or str(job.gather(_new_folder())[0]))
-    _loop(run, out)
-    _finish(run, out)
-    job.leave()
+    with job.stopped_by_sigterm():
+        try:
+            complete = _loop(run, out)
+        except TrainError:
+            run.finish_save()  # on all ranks, and the checkpoint to resume from may be this one
+            raise
+        if complete:
+            _finish(run, out)
+        else:
+            job.say(
+                f"stopped by SIGTERM; step {run.step} is saved in {run.checkpoint(out)}\n"
+                f"go on with: zshard train --resume {shlex.quote(str(out))}"
+            )
+        job.leave()
+    return 0 if complete else STOPPED
 
 
 def _new_folder() -> str:
     return f"runs/{datetime.now():%Y-%m-%d-%H%M%S}"
 
 
-def _announce(run: Run) -> None:
+def _announce(run: Run, origin: Origin | None) -> None:
     job, options, corpus = run.job, run.options, run.corpus
     config = options.model_config()
     job.say(
@@ -240,12 +249,21 @@ def _announce(run: Run) -> None:
         f"text:  {corpus.files} files, {len(corpus.train) / 1e6:.2f} MB to train on, "
         f"{len(corpus.validation) / 1e6:.2f} MB held out"
     )
-    if options.resume:
-        job.say(f"from:  {options.resume}")
+    if origin is None:
+        return
+    job.say(f"from:  {origin.path}, step {run.step}")
+    for path, why in origin.passed_over.items():
+        job.say(f"       not from {path}, which is not whole: {why}")
+    if changes := changes_on_resume(options_of(origin), options):
+        job.say(f"       changed: {changes}")
 
 
-def _loop(run: Run, out: Path) -> None:
-    """Takes the steps that are left; measures, logs and saves on the way."""
+def _loop(run: Run, out: Path) -> bool:
+    """Takes the steps that are left; measures, logs and saves on the way.
+
+    Returns:
+        Whether all were taken; otherwise SIGTERM stopped the run.
+    """
     job, options = run.job, run.options
     log = None
     if job.rank == 0:
@@ -253,13 +271,14 @@ def _loop(run: Run, out: Path) -> None:
         log = MetricsLog(out / "metrics.jsonl", resumed_at=run.step)
     before = Validation(run.step, run.validation_loss())
     job.say(f"step {run.step}: validation loss {before.validation_loss:.3f}")
-    if log and run.step == 0:
+    # A run that was stopped at this step has left it out.
+    if log and run.step % options.eval_every == 0 and run.step not in log.validated:
         log.write(before)
     first = run.step + 1
     # None: no bar where the output is not a terminal.
     hidden = None if job.rank == 0 else True
     with tqdm(total=options.steps, initial=run.step, disable=hidden, unit="step") as bar:
-        while run.step < options.steps:
+        while run.step < options.steps and not job.stopping:
             metrics = run.take_step()
             exposed = "n/a"
             if metrics.exposed_percent is not None:
@@ -272,7 +291,7 @@ def _loop(run: Run, out: Path) -> None:
             if run.step == first:
                 job.say(run.memory_table())
             last = run.step == options.steps
-            if last or run.step % options.eval_every == 0:
+            if last or (run.step % options.eval_every == 0 and not job.stopping):
                 after = Validation(run.step, run.validation_loss())
                 job.say(
                     f"step {run.step}: training loss {metrics.loss:.3f}, validation loss "
@@ -280,10 +299,14 @@ def _loop(run: Run, out: Path) -> None:
                 )
                 if log:
                     log.write(after)
-            if last or run.step % options.save_every == 0:
-                run.save(out / "checkpoints")
+            if run.step % options.save_every == 0 and not last and not job.stopping:
+                # Beside the next steps, which need the processor and the network more than a disk.
+                run.save(out, asynchronous=True)
+    # There is no next step, and the process may end only when this is whole.
+    run.save(out, asynchronous=False)
     if log:
         log.close()
+    return run.step == options.steps
 
 
 def _finish(run: Run, out: Path) -> None:
@@ -291,7 +314,7 @@ def _finish(run: Run, out: Path) -> None:
     job, options = run.job, run.options
     if job.rank == 0:
         plot_loss(read_metrics(out / "metrics.jsonl"), out / "loss.png")
-    job.say(f"wrote {out / 'metrics.jsonl'}, {out / 'loss.png'} and {out / 'checkpoints'}")
+    job.say(f"wrote {out / 'metrics.jsonl'}, {out / 'loss.png'} and {out / FOLDER}")
     if not options.sample:
         return
     prompt = bytes(run.corpus.validation[:_PROMPT_BYTES].tolist())

@@ -76,15 +76,21 @@ def find(target: str) -> str:
     return target
 
 
-def checkpoints_in(folder: str) -> list[tuple[int, str]]:
-    """Sequence and path of the checkpoints in ``folder``, newest first; they may be damaged."""
+def targets_in(folder: str) -> list[str]:
+    """The paths in ``folder`` at which there may be a checkpoint, leftovers not among them."""
     names = set(files.names_in(folder))
     names |= {home for name in names if (home := _home(name))}
+    return [
+        os.path.join(folder, name)
+        for name in sorted(names)
+        if not _LEFTOVER.fullmatch(name) and not _home(name)
+    ]
+
+
+def checkpoints_in(folder: str) -> list[tuple[int, str]]:
+    """Sequence and path of the checkpoints in ``folder``, newest first; they may be damaged."""
     found: list[tuple[int, str]] = []
-    for name in names:
-        if _LEFTOVER.fullmatch(name) or _home(name):
-            continue
-        target = os.path.join(folder, name)
+    for target in targets_in(folder):
         with suppress(CheckpointError):
             if sequence := read_sequence(find(target)):
                 found.append((sequence, target))

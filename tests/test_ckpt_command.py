@@ -1,0 +1,200 @@
+"""`zshard ckpt info` and `verify`: what they tell of whole and of damaged checkpoints."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import build, train
+from ranks import run_ranks
+from safetensors import safe_open
+
+import zshard
+from zshard.checkpoint import command, saving
+from zshard.checkpoint.inspect import list_folder
+from zshard.cli import main
+
+
+def save_three(rank: int, size: int, folder: str) -> None:
+    """With bf16 parameters over fp32 masters, tensors of several chunks, and random states."""
+    saving.CHUNK_BYTES = 64
+    model = build(1, precision=zshard.Precision.bf16())
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        train(model, optimizer, rank, range(step, step + 1))
+        extra = {"step": step + 1, "text": "x" * 1000}
+        zshard.save(f"{folder}/step-{step + 1}", model, optimizer, extra=extra, rng=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_three, 2, str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def place_of(file: Path, tensor: str) -> int:
+    """Where a tensor begins, by the file's own header."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return 8 + length + json.loads(data[8 : 8 + length])[tensor]["data_offsets"][0]
+
+
+def ckpt(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main(["ckpt", *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+def test_info_tells_what_a_checkpoint_holds(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "step-2"
+    status, text, _ = ckpt(capsys, "info", path, "--json")
+    assert status == 0
+    told = json.loads(text)
+    kinds = {}
+    for kind in ("model", "master", "optimizer", "rng"):
+        with safe_open(path / f"{kind}.safetensors", framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        kinds[kind] = tensors
+        assert told["kinds"][kind]["tensors"] == len(tensors)
+        assert told["kinds"][kind]["nbytes"] == sum(t.nbytes for t in tensors.values())
+        assert told["files"][f"{kind}.safetensors"] == (path / f"{kind}.safetensors").stat().st_size
+    whole = build(0)
+    own = {name for name, _ in whole.named_parameters()}
+    parameters = sum(t.numel() for name, t in kinds["model"].items() if name in own)
+    assert told["parameters"] == parameters > 100
+    assert told["kinds"]["model"]["dtypes"]["BOOL"] == 1
+    assert (told["ranks"], told["optimizer"], told["step"]) == (2, "AdamW", 2)
+    assert told["extra"] == {"step": 2, "text": "x" * 1000}
+    assert told["problems"] == []
+    status, text, _ = ckpt(capsys, "info", path)
+    assert status == 0
+    for line in (
+        rf"^saved +{re.escape(told['saved'])} by 2 ranks, id {told['id']}$",
+        rf"^parameters +{parameters:,}$",
+        r"^optimizer +AdamW, after 2 steps$",
+        r'^extra +\{"step": 2, "text": "x+\.\.\.$',
+        r"^health +whole",
+    ):
+        assert re.search(line, text, re.M), (line, text)
+    assert max(map(len, text.splitlines())) < 400
+
+
+def test_info_names_every_file_that_is_missing_or_cut(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "step-3"
+    (path / "rng.safetensors").unlink()
+    (path / "optimizer.safetensors").write_bytes(b"x" * 10)
+    flip(path / "model.safetensors", 20)
+    status, text, _ = ckpt(capsys, "info", path)
+    health = re.findall(r"^health +(.*)$", text, re.M)
+    assert (status, len(health)) == (0, 3)
+    assert any(re.search(r"rng\.safetensors: No such file", line) for line in health)
+    assert any(re.search(r"optimizer\.safetensors: has 10 bytes, and", line) for line in health)
+    assert any(re.search(r"model\.safetensors: its header is not", line) for line in health)
+
+
+def test_info_of_a_folder_is_a_line_for_each_checkpoint_and_marks_the_newest(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(folder / "step-1" / "checkpoint.json", 200)
+    (folder / "step-3" / "model.safetensors").unlink()
+    (folder / "other").mkdir()
+    (folder / ".step-4.replaced").mkdir()
+    (folder / "step-2").rename(folder / ".step-2.replaced")  # a save was killed between renames
+    status, text, _ = ckpt(capsys, "info", folder)
+    second, third, first = text.splitlines()
+    assert status == 0
+    assert re.search(r"^step-2 .* 2 ranks .* MB +whole, newest$", second)
+    assert re.search(r"^step-3 .* 2 ranks .*not whole: .*model\.safetensors: No such file", third)
+    assert re.search(r"^step-1 .*checkpoint\.json: damaged", first)
+    told = json.loads(ckpt(capsys, "info", folder, "--json")[1])
+    assert told["newest"] == zshard.latest(folder) == str(folder / "step-2")
+    assert set(list_folder(str(folder)).broken) == {str(folder / f"step-{n}") for n in (1, 3)}
+
+
+def test_verify_reads_every_byte_of_a_whole_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    bar = command.tqdm
+
+    def counted(**options: object) -> object:
+        made = bar(**options)
+        update = made.update
+        made.update = lambda n: (read.append(n), update(n))
+        return made
+
+    monkeypatch.setattr(command, "tqdm", counted)
+    status, text, errors = ckpt(capsys, "verify", folder / "step-1")
+    total = sum(
+        opened.get_tensor(name).nbytes
+        for file in (folder / "step-1").glob("*.safetensors")
+        for opened in [safe_open(file, framework="pt")]
+        for name in opened.keys()  # noqa: SIM118
+    )
+    assert (status, errors) == (0, "")
+    assert sum(read) == total
+    assert re.fullmatch(rf".*step-1: ok, {total:,} bytes of tensors in \d+\.\d s\n", text)
+
+
+def test_verify_names_every_damaged_file_and_tensor(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "step-1"
+    model = path / "model.safetensors"
+    begins = [place_of(model, name) for name in ("turned", "blocks.1.down.weight")]
+    for begin in begins:  # one bit each
+        flip(model, begin + 40)
+    flip(path / "optimizer.safetensors", 20)  # the header
+    (path / "rng.safetensors").unlink()
+    status, text, errors = ckpt(capsys, "verify", path)
+    assert (status, text) == (1, "")
+    tensors = set(re.findall(r"^  tensor (\S+):", errors, re.M))
+    assert tensors == {"turned", "blocks.1.down.weight", "rank-00000", "rank-00001"}
+    assert errors.count(": damaged\n") == 3
+    for file in ("model", "optimizer", "rng"):
+        assert f"{path / file}.safetensors: damaged\n" in errors
+    assert "optimizer.safetensors: its header is not the one" in errors
+
+
+def test_verify_finds_a_bit_flipped_anywhere(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    files = sorted((folder / "step-1").iterdir())
+    for _ in range(150):
+        file = files[int(torch.randint(len(files), (), generator=generator))]
+        before = file.read_bytes()
+        flip(file, int(torch.randint(len(before), (), generator=generator)))
+        status, _, errors = ckpt(capsys, "verify", folder / "step-1")
+        assert status == 1 and file.name in errors, (file, errors)
+        file.write_bytes(before)
+    assert ckpt(capsys, "verify", folder / "step-1")[0] == 0
+
+
+@pytest.mark.parametrize("action", ["info", "verify"])
+def test_where_there_is_no_checkpoint_the_path_is_named(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
+    for name in ("empty", "file", "absent"):
+        status, text, errors = ckpt(capsys, action, tmp_path / name)
+        assert (status, text) == (1, "")
+        assert re.fullmatch(rf"zshard: error: {tmp_path / name}: .*checkpoint.*\n", errors)
