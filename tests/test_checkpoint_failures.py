@@ -153,6 +153,24 @@ def test_an_input_output_error_on_one_rank_is_told_on_both(
         assert others == f"rank {which}: {own}"
 
 
+def test_what_another_job_removes_at_the_same_time_is_no_failure() -> None:
+    scene, states = kScenes["replace and keep"], States("old", "older", "new", "next")
+    real, calls = os.unlink, [0]
+
+    def remove_after_another(path: str) -> None:
+        calls[0] += 1
+        real(path)
+        real(path)
+
+    with scratch() as base:
+        scene.build(base / "folder", states)
+        with patched(unlink=remove_after_another):
+            states.save("new", base / "folder" / "x", keep=1)
+        assert os.listdir(base / "folder") == ["x"]
+        assert states.at(base / "folder" / "x") == "new"
+    assert calls[0] >= 6
+
+
 # --- calls that do less than they are asked to ---------------------------------------------------
 
 
