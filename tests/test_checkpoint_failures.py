@@ -171,6 +171,23 @@ def test_what_another_job_removes_at_the_same_time_is_no_failure() -> None:
     assert calls[0] >= 6
 
 
+def test_a_checkpoint_that_lost_its_manifest_does_not_give_way_to_the_one_it_replaced() -> None:
+    states = States("old", "new")
+    with scratch() as base:
+        states.save("old", base / "x")
+        states.save("new", base / "y")
+        (base / "x").rename(base / ".x.replaced")
+        (base / "y").rename(base / "x")
+        (base / "x" / "checkpoint.json").unlink()
+        with pytest.raises(zshard.CheckpointError, match="is no checkpoint of zshard"):
+            states.at(base / "x")
+        with pytest.raises(zshard.CheckpointError, match="a folder with other things in it"):
+            states.save("new", base / "x")
+        assert zshard.latest(base) is None
+        (base / "x").rename(base / "damaged")
+        assert states.at(base / "x") == "old"
+
+
 # --- calls that do less than they are asked to ---------------------------------------------------
 
 

@@ -60,9 +60,12 @@ def find(target: str) -> str:
     Raises:
         CheckpointError: if there is none.
     """
-    for place in (target, replaced(target)):
-        if files.exists(os.path.join(place, NAME)):
-            return place
+    if files.exists(os.path.join(target, NAME)):
+        return target
+    # Not behind a folder with files in it: that is a newer checkpoint, which has lost its manifest.
+    vacant = not files.is_folder(target) or not files.names_in(target)
+    if vacant and files.exists(os.path.join(replaced(target), NAME)):
+        return replaced(target)
     if not files.exists(target):
         raise CheckpointError(f"{target}: there is no checkpoint, nor anything else")
     if not files.is_folder(target):
