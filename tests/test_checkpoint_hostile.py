@@ -6,20 +6,22 @@ import copy
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from adversity import Run, kData, kManifest, patched, same, two_saves
 
 import zshard
 
 
-def write_manifest(path: Path, content: bytes, form: str = "1") -> None:
-    prefix = f'{{"format": {form}, "crc32": "{zlib.crc32(content):08x}", "checkpoint": '
+def write_manifest(path: Path, content: bytes, form: str = "1", sequence: int = 1) -> None:
+    xxh3 = xxhash.xxh3_64_hexdigest(content, sequence)
+    facts = f'"format": {form}, "sequence": {sequence}, "xxh3": "{xxh3}"'
+    prefix = f'{{{facts}, "checkpoint": '
     path.write_bytes(prefix.encode() + content + b"}\n")
 
 
@@ -149,8 +151,8 @@ def hostile_contents(content: dict[str, Any]) -> Iterator[tuple[str, object]]:
         changed(lambda own: own["tensors"]["model"].update(twin=dict(scale))),
     )
     weight = model["weight"]
-    for ends, crcs in (([15, 15], 2), ([20], 1), ([15], 2), ([], 0), ([0, 15], 2), ([14], 1)):
-        stored = {**weight, "ends": ends, "crc32": weight["crc32"] * crcs}
+    for ends, sums in (([15, 15], 2), ([20], 1), ([15], 2), ([], 0), ([0, 15], 2), ([14], 1)):
+        stored = {**weight, "ends": ends, "xxh3": weight["xxh3"] * sums}
         yield (
             f"chunks that end at {ends}",
             changed(lambda own, s=stored: own["tensors"]["model"].update(weight=s)),
@@ -229,7 +231,7 @@ def test_random_states_that_are_none_are_refused_though_their_checksum_is_right(
         content = json.loads((first / kManifest).read_bytes())["checkpoint"]
         (stored,) = content["tensors"]["rng"].values()
         data = text.ljust(stored["shape"][0])
-        stored["crc32"] = [zlib.crc32(data, zlib.crc32(content["id"].encode()))]
+        stored["xxh3"] = [xxhash.xxh3_64_hexdigest(data, int(content["id"][:16], 16))]
         with (first / kData[2]).open("r+b") as file:
             file.seek(stored["offset"])
             file.write(data)

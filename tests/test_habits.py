@@ -213,9 +213,12 @@ def test_what_would_be_lost_or_wrong_is_refused_by_name() -> None:
         torch.equal(weight, weight)  # an answer that would depend on the rank
     with pytest.raises(zshard.ShardedAccessError, match=r"before zshard\.wrap"):
         copy.deepcopy(model)
-    for saved in (model, model.state_dict()):
-        with pytest.raises(zshard.ShardedAccessError, match="full_params"):
-            pickle.dumps(saved)
+    with pytest.raises(zshard.ShardedAccessError, match="full_params"):
+        pickle.dumps(model)
+    with pytest.raises(zshard.ShardedAccessError, match=r"zshard\.state_dict.*zshard\.save"):
+        pickle.dumps(model.state_dict())
+    with pytest.raises(zshard.ShardedAccessError, match=r"zshard\.state_dict"):
+        torch.empty(21, 21).copy_(weight.detach())  # 21 elements here, which would be spread
 
 
 def test_a_parameter_replaced_after_wrap_is_refused() -> None:

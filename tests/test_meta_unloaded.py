@@ -157,9 +157,8 @@ def uses(rank: int, world_size: int, strategy: str) -> tuple[dict[str, str], Rec
     zshard.method(model, "encode")
     told = {}
     before = repr(zshard.stats(model))
+    zshard.reset(model)  # brings no values
     for what, use in kUses.items():
-        if rank == 0 and what == "a forward":
-            zshard.reset(model)  # brings no values
         with pytest.raises(zshard.StateError) as caught:
             use(model, torch.ones(2, 3))
         told[what] = str(caught.value)
@@ -259,6 +258,7 @@ def partly(rank: int, world_size: int, init: str) -> tuple[str, dict[str, Tensor
         zshard.wrap(model, init=init)
     except zshard.MismatchError as error:
         return str(error), {}
+    assert init != "broadcast" or zshard.stats(model).calls["broadcast"] == 13, "those with values"
     with pytest.raises(zshard.StateError) as caught:
         model(torch.ones(1, 3))
     schedule_of(model).unusable = ""

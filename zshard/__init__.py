@@ -3,7 +3,7 @@
 ``model = zshard.wrap(model)`` shards parameters, gradients and optimizer states over the ranks.
 """
 
-from .checkpoint import Loaded, SaveHandle, latest, load, save
+from .checkpoint import Loaded, SaveHandle, export, latest, load, load_weights, save
 from .clip import clip_grad_norm_
 from .comm import CommStats
 from .errors import (
@@ -21,6 +21,7 @@ from .optim import SGD, Adam, AdamW
 from .precision import Precision
 from .scaler import GradScaler
 from .session import memory, method, no_sync, reset, stats, trace
+from .state import state_dict
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
 from .wrap import wrap
 
@@ -43,11 +44,13 @@ __all__ = [
     "StateError",
     "WrapError",
     "clip_grad_norm_",
+    "export",
     "full_grad",
     "full_param",
     "full_params",
     "latest",
     "load",
+    "load_weights",
     "local_shards",
     "mark_updated",
     "memory",
@@ -55,6 +58,7 @@ __all__ = [
     "no_sync",
     "reset",
     "save",
+    "state_dict",
     "stats",
     "trace",
     "wrap",

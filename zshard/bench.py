@@ -14,6 +14,7 @@ BENCHMARKS = {
     "step": "whole training steps beside FSDP2, FSDP1, DDP, ZeroRedundancyOptimizer, DeepSpeed",
     "memory": "peak resident memory of a rank, beside FSDP2, FSDP1 and DDP",
     "breakdown": "where the time of zshard's step goes",
+    "checkpoint": "saving and loading, beside torch.distributed.checkpoint and a plain copy",
 }
 _OPTIONAL = ("matplotlib", "tabulate", "tqdm")
 

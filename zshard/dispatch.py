@@ -48,7 +48,13 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
             if isinstance(grad, ShardedGrad):
                 grad.flat.grads.drop_held_back(grad.segment)
                 grad.flat.grads.on_access()  # zeros are fine where a look would be refused
-    if func is torch.ops.aten.copy_.default and isinstance(target := args[0], Sharded):
+    if func is torch.ops.aten.copy_.default:
+        if not isinstance(target := args[0], Sharded):
+            raise ShardedAccessError(
+                f"{sharded[0].fqn}: to copy a sharded tensor into a plain one needs the whole of "
+                "it. Take whole tensors with zshard.full_param(model, name) or "
+                "zshard.state_dict(model)."
+            )
         args = (target, _own_slice(target, args[1]), *args[2:])
         if target._local is None:
             return _copy_into_split(target, args[1])

@@ -38,6 +38,10 @@ class FusedOptimizer(Optimizer):
         """A group's row in the op's table."""
 
     @abstractmethod
+    def _torch_settings(self) -> dict[str, Any]:
+        """What torch.optim's groups say of the rule, and is the same for all of these."""
+
+    @abstractmethod
     def _launch(
         self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
     ) -> None:
@@ -131,16 +135,31 @@ class FusedOptimizer(Optimizer):
     # --- state_dict ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: of each parameter, this rank's slices of the states, 1-D fp32."""
+        """As torch.optim's, on wrapped models too: of each parameter, states sharded like it.
+
+        The states are those in memory, no copies. The groups have all that those of the optimizer
+        of the same name in torch.optim have, so that it can load them.
+        """
         self.lay_out()
-        return super().state_dict()
+        found = super().state_dict()
+        params = self._numbered(found)
+        found["state"] = {
+            number: _sharded_like(params[number], values)
+            for number, values in found["state"].items()
+        }
+        settings = self._torch_settings() | _TORCH_LAUNCHES
+        found["param_groups"] = [settings | group for group in found["param_groups"]]
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the states and the hyper-parameters of ``state_dict``.
 
+        A state may be sharded like its parameter, whole, or this rank's slice, 1-D. It may come
+        from the optimizer of the same name in torch.optim.
+
         Raises:
-            OptimizerError: if it is of other parameters, or of another number of ranks.
+            OptimizerError: if it is of other parameters, of another rule, or sharded otherwise.
         """
         self.lay_out()
         params = [p for group in self.param_groups for p in group["params"]]
@@ -149,23 +168,44 @@ class FusedOptimizer(Optimizer):
             raise OptimizerError(
                 f"the state is of {count} parameters, the optimizer has {len(params)}"
             )
-        saved = {params[int(i)]: values for i, values in state_dict["state"].items()}
+        numbered = self._numbered(state_dict)
+        saved = {numbered[number]: values for number, values in state_dict["state"].items()}
         self._check_state(saved)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        groups = [self.own_settings(group) for group in state_dict["param_groups"]]
+        super().load_state_dict({"state": {}, "param_groups": groups})
         self._built_for = []
         self.lay_out()
         self._restore(list(saved.items()))
 
+    def _numbered(self, state_dict: dict[str, Any]) -> dict[object, torch.Tensor]:
+        """The parameters under what ``state_dict`` calls them: torch's numbers, or names."""
+        calls = [each for group in state_dict["param_groups"] for each in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        return dict(zip(calls, params, strict=True))
+
+    def own_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Of a saved group what this optimizer has."""
+        fixed = self._torch_settings()
+        for name, value in fixed.items():
+            if group.get(name, value) != value:
+                raise OptimizerError(
+                    f"the state is of an optimizer with {name}={group[name]}; zshard's "
+                    f"{type(self).__name__} has {name}={value}, another rule. torch.optim's "
+                    "optimizers work on wrapped models too."
+                )
+        foreign = fixed.keys() | _TORCH_LAUNCHES.keys()
+        return {name: value for name, value in group.items() if name not in foreign}
+
     def _check_state(self, saved: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
         for param, values in saved.items():
             for name, own in self.state.get(param, {}).items():
-                if name not in values or values[name].shape != own.shape:
+                if name not in values or not _fits(values[name], own, param):
                     label = param.fqn if isinstance(param, Sharded) else tuple(param.shape)
                     got = tuple(values[name].shape) if name in values else "nothing"
                     raise OptimizerError(
                         f"state {name!r} of {label}: expected {tuple(own.shape)}, got {got}. "
-                        "A state_dict holds one rank's shards, and fits the same model, unit map "
-                        "and number of ranks."
+                        "Shards fit the same model, unit map and number of ranks; others take "
+                        "whole tensors, or load by torch.distributed.checkpoint."
                     )
 
     def _restore(self, states: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
@@ -175,7 +215,33 @@ class FusedOptimizer(Optimizer):
                 self.state[param] = values
             elif own.keys() <= values.keys():
                 for name, state in own.items():
-                    state.copy_(values[name])
+                    _as_sharded(param, state).copy_(_as_sharded(param, values[name]))
+
+
+# What torch.optim's groups say beside the rule: by which kernels it is carried out.
+_TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+def _sharded_like(param: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    """States of ``param`` as a state_dict has them."""
+    return {name: _as_sharded(param, value) for name, value in values.items()}
+
+
+def _as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value``, or where it is this rank's slice of a state, the sharded tensor over it."""
+    if isinstance(value, Sharded) or not isinstance(param, Sharded) or value.ndim != 1:
+        return value
+    if value.numel() != param._numel():  # whole
+        return value
+    return Sharded(value, param.flat, param.segment)
+
+
+def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether ``value`` can be copied into the state ``own`` of ``param``."""
+    if isinstance(value, Sharded):
+        return isinstance(param, Sharded) and own.ndim == 1 and value.extent() == param.extent()
+    # A step is 0-d, in torch.optim too.
+    return value.shape == own.shape or (own.ndim == 1 and value.shape == param.shape)
 
 
 def _is_trained(param: torch.Tensor) -> bool:

@@ -47,6 +47,10 @@ class _FusedAdam(FusedOptimizer):
         beta1, beta2 = map(float, group["betas"])
         return lr, beta1, beta2, eps, decay, float(self._decoupled)
 
+    def _torch_settings(self) -> dict[str, Any]:
+        decoupled = self._decoupled
+        return dict(amsgrad=False, maximize=False, decoupled_weight_decay=decoupled)
+
     def _launch(
         self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
     ) -> None:
@@ -163,6 +167,9 @@ class SGD(FusedOptimizer):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
         return tuple(float(group[name]) for name in names)
+
+    def _torch_settings(self) -> dict[str, Any]:
+        return {}
 
     def _launch(
         self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None

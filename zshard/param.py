@@ -19,6 +19,9 @@ from .errors import ShardedAccessError, StateError
 from .hooks import GradHook, ParamHook
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
     from .flat import Flat
 
 
@@ -152,18 +155,40 @@ class Sharded(torch.Tensor):
             f"{self._numel()} of {self.numel()} elements on this rank"
         )
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardedAccessError(
-            f"{self.fqn}: a wrapped model cannot be deep-copied: its parameters are shards of flat "
-            "buffers. Copy the plain model before zshard.wrap, or read whole parameters with "
-            "zshard.full_params(model)."
-        )
+    def __deepcopy__(self, memo: dict[int, object]) -> Sharded:
+        """A copy of the slice, of a tensor in a state_dict; a parameter is part of its model."""
+        if self._is_param:
+            raise ShardedAccessError(
+                f"{self.fqn}: a wrapped model cannot be deep-copied: its parameters are shards of "
+                "flat buffers. Copy the plain model before zshard.wrap, its state_dict(), or take "
+                "whole tensors with zshard.state_dict(model)."
+            )
+        copied = Sharded(self.local.clone(), self.flat, self.segment, dtype=self.dtype)
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(
-            f"{self.fqn}: a sharded tensor cannot be pickled. Take whole tensors inside "
-            "zshard.full_params(model) and save those."
+            f"{self.fqn}: a sharded tensor cannot be pickled. Save the whole tensors of "
+            "zshard.state_dict(model), or let zshard.save(path, model, optimizer) save the shards."
         )
+
+    # What torch.distributed.checkpoint asks of a tensor. Imported there: at its call it is loaded.
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from .dcp import write_items
+
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from .dcp import chunks_to_read
+
+        return chunks_to_read(self)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        from .dcp import box_at
+
+        return box_at(self, index)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

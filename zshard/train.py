@@ -31,6 +31,7 @@ from .metrics import (
     read_metrics,
 )
 from .options import TrainOptions
+from .param import Sharded
 from .snapshot import Header, OptimizerState, RankState, load_rank, read_header, save_snapshot
 from .streams import upload
 
@@ -138,7 +139,7 @@ class Run:
     def memory_table(self) -> str:
         """What each rank holds beside what DDP would; every rank calls this."""
         peak = zshard.memory(self.model)["peak"]
-        states = self.optimizer.state_dict()["state"].values()
+        states = _local_states(self.optimizer)["state"].values()
         held = Held(
             weights=peak["parameters"] + peak["master"],
             gradients=peak["gradients"],
@@ -157,8 +158,7 @@ class Run:
             checksum=self.corpus.checksum,
             options=self.options.as_json(),
         )
-        optimizer = cast(OptimizerState, self.optimizer.state_dict())
-        state = RankState(zshard.local_shards(self.model), optimizer)
+        state = RankState(zshard.local_shards(self.model), _local_states(self.optimizer))
         return save_snapshot(folder, header, state, rank=self.job.rank, barrier=self.job.barrier)
 
     def _restore(self, snapshot: Path) -> None:
@@ -183,6 +183,17 @@ class Run:
         zshard.mark_updated(self.model)
         self.optimizer.load_state_dict(dict(state.optimizer))
         self.step = header.step
+
+
+def _local_states(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """The optimizer's state_dict with this rank's slices in place of sharded tensors."""
+    found = cast(OptimizerState, optimizer.state_dict())
+    for number, state in found["state"].items():
+        found["state"][number] = {
+            name: value.local if isinstance(value, Sharded) else value
+            for name, value in state.items()
+        }
+    return found
 
 
 def learning_rate(

@@ -28,7 +28,7 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
     schedule.begin_call(f"full_param({name!r})")
-    return _whole(flat, index, _gather(flat, flat.master.read(), schedule)).to(flat.dtypes.param)
+    return _whole(flat, index, gathered(flat, flat.master.read(), schedule)).to(flat.dtypes.param)
 
 
 def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -43,7 +43,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
         return None
     flat.grads.before_access(index)
     schedule.begin_call(f"full_grad({name!r})")
-    return _whole(flat, index, _gather(flat, flat.grads.owned(), schedule))
+    return _whole(flat, index, gathered(flat, flat.grads.owned(), schedule))
 
 
 @contextmanager
@@ -140,12 +140,15 @@ def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
     raise InputError(f"the wrapped model has no parameter {name!r}")
 
 
-def _gather(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-    """The full buffer (N * S,) that ``owned`` (O,) is this rank's part of, in fresh memory."""
+def gathered(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+    """The full buffer (N * S,) that ``owned`` (O,) is this rank's part of, or all of: then itself.
+
+    A collective, to come after ``Schedule.begin_call``.
+    """
     comm: Comm = schedule.comm
+    if comm.size == 1 or flat.layout.numel == 0 or flat.strategy.replicated:
+        return owned
     full = torch.empty(flat.layout.numel, dtype=owned.dtype, device=owned.device)
-    if comm.size == 1 or full.numel() == 0 or flat.strategy.replicated:
-        return full.copy_(owned)
     tag = Tag(schedule.crew.step, "gather", flat.names[0])
     comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
     return full
@@ -158,7 +161,11 @@ def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
 
 
 def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
-    full = _gather(flat, flat.master.read(), schedule).to(flat.dtypes.param)
+    owned = flat.master.read()
+    full = gathered(flat, owned, schedule)
+    if full is owned and flat.dtypes.param == full.dtype:
+        full = full.clone()  # what is written in there is no new value of the master
+    full = full.to(flat.dtypes.param)
     return [
         nn.Parameter(segment.view_of(full), requires_grad=trained)
         for segment, trained in zip(flat.layout.segments, flat.trained, strict=True)

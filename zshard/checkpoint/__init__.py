@@ -7,5 +7,6 @@ and ``loading``. ``files`` is the only module that touches a file system.
 from .catalogue import latest
 from .load import Loaded, load
 from .save import SaveHandle, save
+from .weights import export, load_weights
 
-__all__ = ["Loaded", "SaveHandle", "latest", "load", "save"]
+__all__ = ["Loaded", "SaveHandle", "export", "latest", "load", "load_weights", "save"]

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 
 from ..errors import CheckpointError, InputError
 from . import files
-from .manifest import NAME, Manifest, check_files, read_manifest
+from .manifest import NAME, check_files, read_manifest, read_sequence
 
 _REPLACED = ".replaced"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(saving|deleted)")
@@ -40,6 +40,11 @@ def absolute(path: object) -> str:
     if not os.path.basename(found):
         raise InputError(f"path={path!r}: a file system's root cannot be a checkpoint")
     return found
+
+
+def shown(path: object) -> str:
+    """The path as errors tell it, and as ranks compare it."""
+    return os.path.abspath(path) if isinstance(path, str | os.PathLike) else repr(path)
 
 
 def replaced(target: str) -> str:
@@ -73,23 +78,34 @@ def find(target: str) -> str:
     raise CheckpointError(f"{target}: is no checkpoint of zshard: it has no {NAME}")
 
 
-def whole(folder: str) -> list[tuple[str, Manifest]]:
-    """The checkpoints in ``folder`` that are whole as far as names and sizes tell, oldest first."""
-    found: list[tuple[str, Manifest]] = []
+def checkpoints_in(folder: str) -> list[tuple[int, str]]:
+    """Sequence and path of the checkpoints in ``folder``, newest first; they may be damaged."""
     names = set(files.names_in(folder))
     names |= {home for name in names if (home := _home(name))}
-    for name in sorted(names):
+    found: list[tuple[int, str]] = []
+    for name in names:
         if _LEFTOVER.fullmatch(name) or _home(name):
             continue
         target = os.path.join(folder, name)
-        try:
-            place = find(target)
-            manifest = read_manifest(place)
-            check_files(manifest, place)
-        except CheckpointError:
-            continue
-        found.append((target, manifest))
-    return sorted(found, key=lambda item: (item[1].sequence, item[1].saved))
+        with suppress(CheckpointError):
+            if sequence := read_sequence(find(target)):
+                found.append((sequence, target))
+    return sorted(found, reverse=True)
+
+
+def is_whole(target: str) -> bool:
+    """Whether manifest, names, sizes and headers are those that were saved."""
+    try:
+        place = find(target)
+        check_files(read_manifest(place), place)
+    except CheckpointError:
+        return False
+    return True
+
+
+def next_sequence(folder: str) -> int:
+    """Greater than that of every checkpoint in ``folder``."""
+    return 1 + max((sequence for sequence, _ in checkpoints_in(folder)), default=0)
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
@@ -104,8 +120,7 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     given = os.fspath(folder)
     if not files.exists(given):
         return None
-    found = whole(given)
-    return found[-1][0] if found else None
+    return next((path for _, path in checkpoints_in(given) if is_whole(path)), None)
 
 
 def check_target(target: str) -> None:
@@ -179,14 +194,14 @@ def commit(written: str, target: str) -> None:
 
 
 def prune(target: str, save_id: str, keep: int) -> None:
-    """Delete the oldest checkpoints beside ``target``, but ``keep``."""
+    """Delete all whole checkpoints beside ``target`` but the newest, ``keep`` with it."""
     folder = os.path.dirname(target)
     with _is_saved(target):
-        others = [path for path, _ in whole(folder) if path != target]
-        oldest = others[: max(0, len(others) + 1 - keep)]
-        gone = [os.path.join(folder, f".{os.path.basename(p)}.{save_id}.deleted") for p in oldest]
-        for path, name in zip(oldest, gone, strict=True):
-            files.rename(find(path), name)
+        others = [p for _, p in checkpoints_in(folder) if p != target and is_whole(p)]
+        gone: list[str] = []
+        for path in reversed(others[keep - 1 :]):  # the oldest first
+            gone.append(os.path.join(folder, f".{os.path.basename(path)}.{save_id}.deleted"))
+            files.rename(find(path), gone[-1])
         if gone:
             files.sync_folder(folder)  # or a loss of power could leave a part under the old name
         for name in gone:

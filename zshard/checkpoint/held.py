@@ -66,11 +66,11 @@ class HeldMaster(Held):
     def store(self, begin: int, values: torch.Tensor) -> None:
         """Round to the dtype that is stored, as the plain parameter would be."""
         master = self._flat.master
-        values = values.to(self.dtype).to(self._flat.device, self._flat.dtypes.master)
+        begin, values = begin + self._shift, values.to(self.dtype)
         if master.values is None:
-            master.store(begin + self._shift, values)
+            master.store(begin, values.to(self._flat.device, torch.float32))
         else:
-            master.values[begin + self._shift :][: values.numel()].copy_(values)
+            master.values[begin : begin + values.numel()].copy_(values)
 
     def memory(self) -> torch.Tensor | None:
         """The master itself, where it is of the dtype that is stored."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,9 +64,7 @@ def inventory_of(schedule: Schedule) -> Inventory:
             seen[id(buffer)] = name
             found.buffers[name] = HeldWhole(buffer, saves=first)
     for key, module in _with_extra_state(schedule.model):
-        state = module.get_extra_state()
-        check_json(state, f"{key} (from get_extra_state)")
-        found.extra_state[key] = state
+        found.extra_state[key] = as_json(module.get_extra_state(), f"{key} (get_extra_state)")
     return found
 
 
@@ -100,29 +97,39 @@ def set_extra_state(model: nn.Module, states: dict[str, Json]) -> None:
             module.set_extra_state(states[key])
 
 
-def check_json(value: object, what: str) -> None:
-    """Make sure that JSON gives ``value`` back, tuples as lists.
+def as_json(value: object, what: str) -> Json:
+    """``value``, if JSON gives it back, but for tuples, which become lists.
 
     Raises:
         InputError: naming the part that it would not.
     """
     if isinstance(value, dict):
-        for key, item in value.items():
+        for key in value:
             if type(key) is not str:
                 raise InputError(f"{what} has the key {key!r}; JSON has text for keys")
-            check_json(item, f"{what}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            check_json(item, f"{what}[{index}]")
-    elif isinstance(value, float) and not math.isfinite(value):
+        return {as_text(key, what): as_json(v, f"{what}[{key!r}]") for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item, f"{what}[{index}]") for index, item in enumerate(value)]
+    if type(value) is float and not math.isfinite(value):
         raise InputError(f"{what} is {value}, which JSON does not have; store it as text")
-    elif value is not None and type(value) not in (bool, int, float, str):
-        raise InputError(
-            f"{what} is a {type(value).__name__}, which JSON does not have: store None, booleans, "
-            "numbers, text, lists and dicts of them. Tensors belong into buffers of the model."
-        )
-    elif isinstance(value, str):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"{what} is no Unicode text: {error}") from error
+    if type(value) is str:
+        return as_text(value, what)
+    if value is None or type(value) in (bool, int, float):
+        return value  # type: ignore[return-value]
+    raise InputError(
+        f"{what} is a {type(value).__name__}, which JSON does not have: store None, booleans, "
+        "numbers, text, lists and dicts of them. Tensors belong into buffers of the model."
+    )
+
+
+def as_text(value: str, what: str) -> str:
+    """``value``, if it is Unicode text that can be encoded.
+
+    Raises:
+        InputError: if not.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} has text that is no Unicode: {error}") from error
+    return value

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StateError
+from ..schedule import Schedule
 from ..wrap import schedule_of
 from . import catalogue
 from .held import HeldWhole
@@ -19,7 +22,7 @@ from .manifest import Json, Manifest, check_files, read_manifest
 from .optimizer_restore import OptimizerMatch, match_optimizer
 from .peers import Peers
 from .rng import NBYTES, set_random_state
-from .save import settle
+from .save import begin
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,8 @@ def load(
         StateError: inside a forward or backward.
     """
     schedule = schedule_of(model)
-    settle(schedule)
-    label = os.path.abspath(os.fspath(path)) if isinstance(path, str | os.PathLike) else repr(path)
-    schedule.begin_call(f"load({label})", unusable_ok=True)
+    label = catalogue.shown(path)
+    begin(schedule, f"load({label})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
     found: list[tuple[str, Manifest]] = []
 
@@ -93,10 +95,6 @@ def load(
         if optimizer is not None:
             states = match_optimizer(saved, optimizer, inventory)
             match.merge(states.match)
-        if schedule.unusable:  # whatever is missing would have no values
-            match.problems += [
-                f"{name}: missing, and it has no values yet" for name in match.missing
-            ]
         if rng:
             states_of, key = saved.tensors.get("rng", {}), f"rank-{peers.rank:05d}"
             if len(states_of) != peers.size or key not in states_of:
@@ -105,28 +103,63 @@ def load(
                     f"{peers.size}; save with rng=True, or leave rng=True out"
                 )
             match.add(key, states_of[key], HeldWhole(generators, saves=False))
-        match.refuse(label, strict=strict)
+        match.refuse(label, strict=strict, has_values=not schedule.unusable)
         work.append((match, states))
 
     peers.together(compare)
     match, states = work[0]
-    schedule.unusable = f"a load of {label} failed halfway; load a checkpoint that is whole"
 
     def take() -> None:
-        flats = [flat for unit in schedule.units for flat in unit.flats]
-        for flat in flats:
-            flat.before_write()
-        try:
-            fill(place, match.pairs, saved.seed)
-        finally:  # also where it fails: on the other ranks it may not, and all count alike
-            for flat in flats:
-                flat.updated(send_written=False)
+        fill(place, match.pairs, saved.seed)
         if states is not None:
             states.finish()
         set_extra_state(model, saved.extra_state)
         if rng:
             set_random_state(generators, schedule.device)
 
-    peers.together(take)
-    schedule.unusable = ""
+    change(schedule, peers, take, optimizer)
     return Loaded(saved.extra, match.missing, match.unexpected)
+
+
+# Of a model whose load failed halfway: the optimizer whose states that has left in part loaded.
+_TORN: WeakKeyDictionary[Schedule, ref[Optimizer]] = WeakKeyDictionary()
+
+
+def change(
+    schedule: Schedule, peers: Peers, take: Callable[[], None], optimizer: Optimizer | None
+) -> None:
+    """Give the masters, and the optimizer's states, new values by ``take``.
+
+    If it fails, on any rank, the model is unusable until another change succeeds, of the same
+    optimizer too as long as that lives.
+
+    Raises:
+        StateError: for a change that would leave such an optimizer as it is.
+    """
+    if schedule in _TORN:
+        peers.together(lambda: _check_torn(_TORN[schedule](), optimizer, peers.what))
+    schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
+    if optimizer is not None:
+        _TORN[schedule] = ref(optimizer)
+    flats = [flat for unit in schedule.units for flat in unit.flats]
+
+    def taken() -> None:
+        for flat in flats:
+            flat.before_write()
+        try:
+            take()
+        finally:  # also where it fails: on the other ranks it may not, and all count alike
+            for flat in flats:
+                flat.updated(send_written=False)
+
+    peers.together(taken)
+    schedule.unusable = ""
+    _TORN.pop(schedule, None)
+
+
+def _check_torn(torn: Optimizer | None, optimizer: Optimizer | None, what: str) -> None:
+    if torn is not None and torn is not optimizer:
+        raise StateError(
+            f"{what} would leave the states of the {type(torn).__name__} as a load that failed "
+            "halfway has left them: load with the optimizer, or delete it and make another"
+        )

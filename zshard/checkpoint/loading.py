@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +13,7 @@ from ..errors import CheckpointError
 from .files import File
 from .held import Held, bytes_of, in_file_order, places, positions
 from .inventory import Inventory
-from .manifest import Stored
+from .manifest import Chunk, Stored, checksum
 
 
 @dataclass
@@ -49,20 +48,24 @@ class Match:
         self.unexpected += other.unexpected
         self.problems += other.problems
 
-    def refuse(self, where: str, *, strict: bool) -> None:
+    def refuse(self, where: str, *, strict: bool, has_values: bool) -> None:
         """Refuse what does not fit.
+
+        Args:
+            has_values: whether what is missing may stay as it is.
 
         Raises:
             CheckpointError: listing all of it.
         """
         lines = list(self.problems)
+        if strict or not has_values:
+            lines += [f"{name}: missing there" for name in self.missing]
         if strict:
-            lines += [f"{name}: missing in the checkpoint" for name in self.missing]
-            lines += [f"{name}: unexpected, not in the model" for name in self.unexpected]
+            lines += [f"{name}: not in the model" for name in self.unexpected]
         if lines:
             remedy = " (strict=False allows what is missing or unexpected)" if strict else ""
             raise CheckpointError(
-                f"{where} does not fit the model; nothing was loaded{remedy}:\n  "
+                f"{where} does not fit the model, and nothing was loaded{remedy}:\n  "
                 + "\n  ".join(lines)
             )
 
@@ -94,6 +97,8 @@ def match_model(
         if not there:
             match.missing.append(name)
             continue
+        if len(there) > 1 and not cast:
+            match.problems.append(f"{name}: one tensor in the model, and several there: {there}")
         key = next(aliases.get(n, n) for n in names if aliases.get(n, n) in stored)
         master = inventory.masters.get(name)
         of_master = masters.get(key)
@@ -151,6 +156,8 @@ class _Reader:
             begin, end = max(chunk.begin, held.here.begin), min(chunk.end, held.here.end)
             if begin >= end:
                 continue
+            if self._seed is None:  # nothing to check: no need to read more
+                chunk = Chunk(begin, end, "")
             whole = (begin, end) == (chunk.begin, chunk.end)
             if memory is not None and whole and self._straight:
                 into = memory[begin - held.here.begin : end - held.here.begin]
@@ -159,13 +166,13 @@ class _Reader:
                 values = self._read(*chunk)
                 held.store(begin, values[begin - chunk.begin : end - chunk.begin])
 
-    def _read(self, begin: int, end: int, crc32: int) -> torch.Tensor:
+    def _read(self, begin: int, end: int, xxh3: str) -> torch.Tensor:
         """Elements [begin, end) in the memory order that was saved."""
         values = torch.empty(end - begin, dtype=self._dtype)
-        self._read_into(values, begin, end, crc32)
+        self._read_into(values, begin, end, xxh3)
         return values
 
-    def _read_into(self, values: torch.Tensor, begin: int, end: int, crc32: int) -> None:
+    def _read_into(self, values: torch.Tensor, begin: int, end: int, xxh3: str) -> None:
         data, offset = bytes_of(values), self._stored.offset
         if self._straight:
             self._file.read(data, offset + begin * self._itemsize)
@@ -176,10 +183,10 @@ class _Reader:
                 part = bytes_of(gathered[start:stop])
                 self._file.read(part, offset + int(at[start]) * self._itemsize)
             values[order] = gathered
-        if self._seed is not None and zlib.crc32(data, self._seed) != crc32:
+        if self._seed is not None and checksum(data, self._seed) != xxh3:
             raise CheckpointError(
-                f"{self._file.path}: elements {begin} to {end} are damaged (their CRC-32 is not "
-                "the one that was saved)"
+                f"{self._file.path}: elements {begin} to {end} are damaged (their checksum is "
+                "not the one that was saved)"
             )
 
     def _pick(self, first: int, values: torch.Tensor, held: Held) -> None:

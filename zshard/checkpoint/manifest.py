@@ -2,9 +2,9 @@
 
 [Note: chunks and checksums]
 A tensor is checked in chunks: elements [begin, end) in the memory order of the parameter that was
-saved, which for contiguous ones is that of the file. A chunk's CRC-32 is taken over the save's id
-and then its bytes, so data of another save does not pass, not even where it lies in the same
-place. The headers of files have checksums of their own, and so has this file's content.
+saved, which for contiguous ones is that of the file. A chunk's checksum is the XXH3 (64 bits) of
+its bytes, seeded by the save's id, so data of another save does not pass, not even where it lies in
+the same place. The headers of files have checksums of their own, and so has this file's content.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import xxhash
 
 from ..errors import CheckpointError
 from .files import File, read_whole
@@ -32,9 +32,12 @@ CHUNK_BYTES = 1 << 22  # what a rank holds beside its shard while it saves or lo
 T = TypeVar("T")
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
-_MAX_NBYTES = 1 << 30  # of a manifest, or a header: more is no checkpoint, but an attack on memory
+MAX_NBYTES = 1 << 30  # of a manifest, or a header: more is no checkpoint, but an attack on memory
 
-_PREFIX = re.compile(rb'\{"format": (\d{1,9}), "crc32": "([0-9a-f]{8})", "checkpoint": ')
+_PREFIX_NBYTES = 128
+_PREFIX = re.compile(
+    rb'\{"format": (\d{1,9}), "sequence": (\d{1,18}), "xxh3": "([0-9a-f]{16})", "checkpoint": '
+)
 
 
 class Chunk(NamedTuple):
@@ -42,7 +45,7 @@ class Chunk(NamedTuple):
 
     begin: int
     end: int
-    crc32: int
+    xxh3: str
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,13 @@ class Stored:
     shape: tuple[int, ...]
     order: tuple[int, ...]  # dimensions from the slowest to the fastest in the memory saved
     ends: tuple[int, ...]  # of the chunks, elements
-    crc32: tuple[int, ...]  # of the chunks
+    xxh3: tuple[str, ...]  # of the chunks, 16 hexadecimal digits each
 
     def chunks(self) -> Iterator[Chunk]:
         """The tensor's chunks, in order; none of an empty one."""
         begin = 0
-        for end, crc32 in zip(self.ends, self.crc32, strict=True):
-            yield Chunk(begin, end, crc32)
+        for end, xxh3 in zip(self.ends, self.xxh3, strict=True):
+            yield Chunk(begin, end, xxh3)
             begin = end
 
     @property
@@ -80,8 +83,8 @@ class DataFile:
     """A file beside the manifest."""
 
     nbytes: int
-    header: int  # bytes at the start that ``crc32`` is of: the header, or the whole of other files
-    crc32: int
+    header: int  # bytes at the start that ``xxh3`` is of: the header, or the whole of other files
+    xxh3: str
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Manifest:
 
     Attributes:
         id: of the save, 32 hexadecimal digits.
-        sequence: greater than those of the checkpoints that were in the folder at the save.
+        sequence: greater than those of the checkpoints that were in the folder at the save; 0 for
+            what ``zshard.export`` wrote, which is nothing to go on from.
         saved: when, UTC, ISO 8601.
         ranks: that saved it.
         aliases: other names of a tied weight or a shared buffer -> the name it is stored under.
@@ -129,14 +133,37 @@ class Manifest:
     @property
     def seed(self) -> int:
         """What the checksums of this save start from."""
-        return zlib.crc32(self.id.encode())
+        return seed_of(self.id)
 
     def encode(self) -> bytes:
         """The text of the file."""
-        content = json.dumps(asdict(self), allow_nan=False, indent=None).encode()
-        crc32 = f"{zlib.crc32(content):08x}"
-        prefix = f'{{"format": {FORMAT}, "crc32": "{crc32}", "checkpoint": '
-        return prefix.encode() + content + b"}\n"
+        content = json.dumps(vars(self), allow_nan=False, default=vars).encode()
+        # At the front, so that a folder of checkpoints can be put in order without reading them.
+        facts = f'"format": {FORMAT}, "sequence": {self.sequence}'
+        xxh3 = checksum(content, self.sequence)
+        return f'{{{facts}, "xxh3": "{xxh3}", "checkpoint": '.encode() + content + b"}\n"
+
+
+def seed_of(save_id: str) -> int:
+    """What the checksums of a save start from."""
+    return int(save_id[:16], 16)
+
+
+def checksum(data: bytes | bytearray | memoryview, seed: int = 0) -> str:
+    """The XXH3 of ``data``, 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data, seed)
+
+
+def read_sequence(folder: str) -> int | None:
+    """The sequence that a manifest says; None if there is none. Nothing else is looked at."""
+    try:
+        with File.to_read(os.path.join(folder, NAME)) as file:
+            head = bytearray(min(file.size(), _PREFIX_NBYTES))
+            file.read(head, 0)
+    except CheckpointError:
+        return None
+    prefix = _PREFIX.match(head)
+    return None if prefix is None else int(prefix[2])
 
 
 def read_manifest(folder: str) -> Manifest:
@@ -146,17 +173,20 @@ def read_manifest(folder: str) -> Manifest:
         CheckpointError: if there is none, or it is damaged or of another format.
     """
     path = os.path.join(folder, NAME)
-    text = read_whole(path, limit=_MAX_NBYTES)
+    text = read_whole(path, limit=MAX_NBYTES)
     prefix = _PREFIX.match(text)
     if prefix is None:
         raise CheckpointError(f"{path}: damaged, or not written by zshard")
     if int(prefix[1]) != FORMAT:
         raise CheckpointError(f"{path}: of format {int(prefix[1])}; this zshard reads {FORMAT}")
     content = text[prefix.end() : -2]
-    if text[-2:] != b"}\n" or f"{zlib.crc32(content):08x}".encode() != prefix[2]:
-        raise CheckpointError(f"{path}: damaged (its CRC-32 is not the one it says)")
+    if text[-2:] != b"}\n" or checksum(content, int(prefix[2])) != prefix[3].decode():
+        raise CheckpointError(f"{path}: damaged (its checksum is not the one it says)")
     try:
-        return _decode(json.loads(content))
+        manifest = _decode(json.loads(content))
+        if manifest.sequence != int(prefix[2]):
+            raise ValueError(f"sequence {manifest.sequence}, and {int(prefix[2])} at the front")
+        return manifest
     except (ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be understood: {error!r}") from error
 
@@ -176,7 +206,7 @@ def _decode(content: object) -> Manifest:
         # Plain names: nothing outside the folder is opened.
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
             raise ValueError(f"file name {name!r}")
-        if not file.header <= min(file.nbytes, _MAX_NBYTES):
+        if not file.header <= min(file.nbytes, MAX_NBYTES):
             raise ValueError(f"a header of {file.header} bytes in {name!r}")
     places: dict[str, list[tuple[int, int, str]]] = {}
     for kind, of_kind in manifest.tensors.items():
@@ -264,6 +294,7 @@ _READERS: Mapping[str, Callable[[object], Any]] = {
     "Json": _any,
     "list[str]": _list_of(_text),
     "tuple[int, ...]": lambda value: tuple(_list_of(_count)(value)),
+    "tuple[str, ...]": lambda value: tuple(_list_of(_text)(value)),
     "dict[str, str]": _dict_of(_text),
     "dict[str, Json]": _dict_of(_any),
     "list[dict[str, Json]]": _list_of(_dict_of(_any)),
@@ -287,7 +318,7 @@ def _problem(stored: Stored, files: Mapping[str, DataFile]) -> str:
         if not begin < end <= numel:
             return f"a chunk that ends at {end}"
         begin = end
-    if begin != numel or len(stored.ends) != len(stored.crc32):
+    if begin != numel or len(stored.ends) != len(stored.xxh3):
         return f"{begin} of {numel} elements are there"
     file = files.get(stored.file)
     if file is None or not 0 <= file.header <= stored.offset <= file.nbytes - stored.nbytes:
@@ -311,7 +342,7 @@ def check_files(manifest: Manifest, folder: str) -> None:
                 )
             header = bytearray(expected.header)
             file.read(header, 0)
-            if zlib.crc32(header) != expected.crc32:
+            if checksum(header) != expected.xxh3:
                 raise CheckpointError(
                     f"{path}: its header is not the one that was saved; it holds "
                     f"{_some_tensors(manifest, name)}"
@@ -325,8 +356,3 @@ def _some_tensors(manifest: Manifest, file: str) -> str:
     if not names:
         return "no tensor"
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if names[3:] else "")
-
-
-def code_of(dtype: torch.dtype) -> str:
-    """A dtype as safetensors calls it."""
-    return CODES[dtype]

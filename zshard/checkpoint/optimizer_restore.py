@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..errors import OptimizerError
 from ..fused import FusedOptimizer
 from ..param import Sharded
 from .inventory import Inventory
@@ -167,12 +168,14 @@ def _match_groups(
         if len(sources) == 1:
             options = groups[sources.pop()]
             try:
+                if isinstance(optimizer, FusedOptimizer):
+                    options = optimizer.own_settings(options)
                 own_options = {
                     k: _like(group[k], v)
                     for k, v in options.items()
                     if k != "params" and k in group
                 }
-            except (TypeError, RuntimeError) as error:
+            except (OptimizerError, TypeError, RuntimeError) as error:
                 found.match.problems.append(f"param_groups[{number}]: {error}")
             else:
                 found.groups.append((group, own_options))

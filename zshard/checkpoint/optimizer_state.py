@@ -21,7 +21,7 @@ from ..fused import FusedOptimizer
 from ..layout import Range
 from ..param import Sharded
 from .held import Held, HeldSlice, HeldWhole
-from .inventory import check_json, saved_range
+from .inventory import as_json, saved_range
 from .manifest import Json, OptimizerRecord
 
 _NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
@@ -79,8 +79,7 @@ def optimizer_inventory(
                 value = [names[id(param)] for param in value]
             elif isinstance(value, torch.Tensor) and value.ndim == 0:
                 value = value.item()
-            check_json(value, f"param_groups[{number}][{key!r}]")
-            options[key] = value
+            options[key] = as_json(value, f"param_groups[{number}][{key!r}]")
         groups.append(options)
     state: dict[str, dict[str, dict[str, Json]]] = {}
     tensors: dict[str, Held] = {}
@@ -95,8 +94,7 @@ def optimizer_inventory(
                 tensors[f"{name}.{key}"] = held_state(param, name, key, value, first=first)
                 entry["tensor"] = f"{name}.{key}"
             else:
-                check_json(value, f"the optimizer's state {key!r} of {name}")
-                entry["value"] = value
+                entry["value"] = as_json(value, f"the optimizer's state {key!r} of {name}")
     _read_scalars(scalars)
     return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
 

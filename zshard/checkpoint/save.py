@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import Future
 from concurrent.futures import wait as concurrent_wait
@@ -11,10 +12,16 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
+from ..errors import InputError, StateError
 from ..schedule import Schedule
 from ..wrap import schedule_of
+from . import catalogue
+from .held import HeldWhole
+from .inventory import as_json
+from .optimizer_state import optimizer_inventory
 from .peers import Background, Peers
-from .saving import Job, take_stock
+from .rng import random_state
+from .saving import Job, Stock, agree_on, stock_of_model
 
 _PENDING: WeakKeyDictionary[Schedule, SaveHandle] = WeakKeyDictionary()
 
@@ -122,30 +129,55 @@ def save(
         StateError: inside a forward or backward; for a model without values.
     """
     schedule = schedule_of(model)
-    settle(schedule)
-    what = f"save({os.path.abspath(os.fspath(path))})" if _is_path(path) else f"save({path!r})"
-    schedule.begin_call(what)
+    what = f"save({catalogue.shown(path)})"
+    begin(schedule, what)
     peers = Background(schedule.comm, what) if asynchronous else Peers(schedule.comm, what)
-    stock = take_stock(peers, schedule, path, optimizer, extra, keep, rng=rng)
-    job = Job(peers, stock)
+
+    def take() -> Stock:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
+        stock, found = stock_of_model(schedule, path)
+        stock.keep, stock.extra = keep, as_json(extra, "extra")
+        if optimizer is not None:
+            state = optimizer_inventory(optimizer, found.names, first=peers.rank == 0)
+            stock.tensors["optimizer"], stock.optimizer = state.tensors, state.record
+        if rng:
+            own = random_state(schedule.device)
+            stock.tensors["rng"] = {
+                f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.rank)
+                for rank in range(peers.size)
+            }
+        return stock
+
+    job = Job(peers, agree_on(peers, take))
     if not isinstance(peers, Background):
         job.run()
         return None
     peers.together(job.take_snapshot)
-    handle = _PENDING[schedule] = SaveHandle(job, peers.thread.submit(job.run))
+    handle = _PENDING[schedule] = SaveHandle(job, peers.thread.submit(_run, job))
     return handle
 
 
-def settle(schedule: Schedule) -> None:
-    """Wait for the model's asynchronous save, if there is one.
+def _run(job: Job) -> None:
+    """Run in the background; a failure is told at once, as nobody may ever ask for it."""
+    try:
+        job.run()
+    except Exception as error:
+        logging.getLogger("zshard").error("the asynchronous save failed: %s", error)
+        raise
+
+
+def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
+    """Meet the other ranks for ``what``, after an asynchronous save that is under way.
 
     Raises:
-        Error: if it failed, on every rank.
+        Error: on every rank, if that save failed.
+        MismatchError: on every rank, if the ranks are about to do different things.
+        StateError: inside a forward, a backward or full_params; for a model without values.
     """
     handle = _PENDING.pop(schedule, None)
     if handle is not None and not handle.told:
         handle.wait()
-
-
-def _is_path(path: object) -> bool:
-    return isinstance(path, str | os.PathLike)
+    if schedule.whole:
+        raise StateError(f"{what} inside zshard.full_params, whose changes are not taken in yet")
+    schedule.begin_call(what, unusable_ok=unusable_ok)

@@ -12,27 +12,34 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
-from ..errors import CheckpointError, InputError, MismatchError
+from ..errors import CheckpointError, MismatchError
 from ..schedule import Schedule
 from . import catalogue, files
 from .files import File
-from .held import Held, HeldWhole, Snapshot, bytes_of, in_file_order, positions
-from .inventory import check_json, inventory_of
+from .held import Held, Snapshot, bytes_of, in_file_order, positions
+from .inventory import Inventory, inventory_of
 from .loading import runs
-from .manifest import CHUNK_BYTES, NAME, Chunk, DataFile, Json, Manifest, OptimizerRecord, Stored
-from .optimizer_state import optimizer_inventory
+from .manifest import (
+    CHUNK_BYTES,
+    NAME,
+    Chunk,
+    DataFile,
+    Json,
+    Manifest,
+    OptimizerRecord,
+    Stored,
+    checksum,
+    seed_of,
+)
 from .peers import Peers
-from .rng import random_state
 from .tensorfile import CODES, Planned, Slab, index_of, plan_files
 
 FILE_BYTES = 5 * 10**9  # of tensors a file, as Hugging Face's tools have it
@@ -45,98 +52,70 @@ class Stock:
     Attributes:
         id: of the save.
         tensors: kind ("model", "master", "optimizer", "rng") -> name -> tensor.
+        exported: the sequence is 0; see ``Manifest``.
+        texts: further files, by name.
     """
 
     id: str
     target: str
-    keep: int | None
-    extra: Json
     tensors: dict[str, dict[str, Held]]
     aliases: dict[str, str]
     buffers: list[str]
     extra_state: dict[str, Json]
-    optimizer: OptimizerRecord | None
-    texts: dict[str, bytes] = field(default_factory=dict)  # further files
+    optimizer: OptimizerRecord | None = None
+    extra: Json = None
+    keep: int | None = None
+    exported: bool = False
+    texts: dict[str, bytes] = field(default_factory=dict)
 
-    def digest(self) -> int:
+    def digest(self) -> str:
         """Of what has to be the same on every rank."""
         tensors = [
             [kind, name, str(held.dtype), list(held.shape), list(held.order)]
             for kind, of_kind in self.tensors.items()
             for name, held in of_kind.items()
         ]
-        record = None if self.optimizer is None else asdict(self.optimizer)
-        return zlib.crc32(json.dumps([tensors, record, self.extra, self.keep]).encode())
+        record = None if self.optimizer is None else vars(self.optimizer)
+        texts = {name: checksum(text) for name, text in self.texts.items()}
+        facts = [tensors, record, self.extra, self.keep, texts]
+        return checksum(json.dumps(facts).encode())
 
 
-def take_stock(
-    peers: Peers,
-    schedule: Schedule,
-    path: str | os.PathLike[str],
-    optimizer: Optimizer | None,
-    extra: object,
-    keep: int | None,
-    *,
-    rng: bool,
-) -> Stock:
-    """Find what is to be saved, and make sure that all ranks are to save the same.
+def agree_on(peers: Peers, take: Callable[[], Stock]) -> Stock:
+    """Take stock on every rank, and make sure that all are to save the same.
 
     Raises:
-        InputError, OptimizerError, MismatchError: as ``save`` says.
+        Error: what ``take`` raised on any rank.
+        MismatchError: if the ranks are to save different things.
     """
     stock: list[Stock] = []
 
-    def take() -> tuple[str, int]:
-        stock.append(_take(peers, schedule, path, optimizer, extra, keep, rng=rng))
+    def described() -> tuple[str, str]:
+        stock.append(take())
         return stock[0].id, stock[0].digest()
 
-    outcomes = peers.together(take)
+    outcomes = peers.together(described)
     if differing := [r for r, (_, digest) in enumerate(outcomes) if digest != outcomes[0][1]]:
         raise MismatchError(
-            f"zshard.save: ranks {differing} were given another extra, keep, rng or optimizer than "
-            "rank 0. Pass the same on every rank; what differs, such as a loss, gather first "
-            "(torch.distributed.all_gather_object)."
+            f"{peers.what}: ranks {differing} were given other arguments, or another state of the "
+            "optimizer, than rank 0. Pass the same on every rank; what differs, such as a loss, "
+            "gather first (torch.distributed.all_gather_object)."
         )
     return replace(stock[0], id=outcomes[0][0])
 
 
-def _take(
-    peers: Peers,
-    schedule: Schedule,
-    path: str | os.PathLike[str],
-    optimizer: Optimizer | None,
-    extra: object,
-    keep: int | None,
-    *,
-    rng: bool,
-) -> Stock:
-    target = catalogue.absolute(path)
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
-    check_json(extra, "extra")
+def stock_of_model(schedule: Schedule, path: object) -> tuple[Stock, Inventory]:
+    """The parameters and buffers of a wrapped model, to be saved at ``path``."""
     found = inventory_of(schedule)
-    tensors = {"model": found.parameters | found.buffers, "master": found.masters}
-    record = None
-    if optimizer is not None:
-        state = optimizer_inventory(optimizer, found.names, first=peers.rank == 0)
-        tensors["optimizer"], record = state.tensors, state.record
-    if rng:
-        own = random_state(schedule.device)
-        tensors["rng"] = {
-            f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.rank)
-            for rank in range(peers.size)
-        }
-    return Stock(
-        secrets.token_hex(16),
-        target,
-        keep,
-        extra,  # type: ignore[arg-type]
-        tensors,
-        found.aliases,
-        list(found.buffers),
-        found.extra_state,
-        record,
+    stock = Stock(
+        id=secrets.token_hex(16),
+        target=catalogue.absolute(path),
+        tensors={"model": found.parameters | found.buffers, "master": found.masters},
+        aliases=found.aliases,
+        buffers=list(found.buffers),
+        extra_state=found.extra_state,
     )
+    return stock, found
 
 
 class Task(NamedTuple):
@@ -159,7 +138,7 @@ class Job:
     def __init__(self, peers: Peers, stock: Stock) -> None:
         self._peers, self._stock = peers, stock
         self._place = catalogue.saving(stock.target, stock.id)
-        self._seed = zlib.crc32(stock.id.encode())
+        self._seed = seed_of(stock.id)
         self._files: list[Planned] = []
         self._tasks: list[Task] = []
         self._texts = dict(stock.texts)
@@ -200,7 +179,7 @@ class Job:
                 checksums = self._peers.together(self._write)
                 self._peers.together(lambda: self._complete(checksums) if first else None)
             except BaseException:
-                if first and files.exists(self._place):
+                if first:
                     with suppress(CheckpointError):
                         files.remove(self._place)
                 raise
@@ -213,24 +192,25 @@ class Job:
         files.make_folder(self._place)
         claim.enter_context(catalogue.claimed(self._place))
         for planned in self._files:
-            files.write_whole(os.path.join(self._place, planned.name), planned.header)
+            with File.create(os.path.join(self._place, planned.name)) as file:
+                file.write(planned.header, 0)
         for name, text in self._texts.items():
             files.write_whole(os.path.join(self._place, name), text)
-        files.sync_folder(self._place)
 
     def _write(self) -> list[tuple[int, Chunk]]:
         """Write what this rank saves; the chunks, by number of the task."""
         written: list[tuple[int, Chunk]] = []
+        # The first has written every file's header, which is to be synced too.
+        used = {task.file for task in self._tasks if task.held.mine.numel or self._peers.rank == 0}
         with ExitStack() as opened:
-            handles: dict[str, File] = {}
+            handles = {
+                name: opened.enter_context(File.to_write(os.path.join(self._place, name)))
+                for name in sorted(used)
+            }
             for number, task in enumerate(self._tasks):
-                if task.held.mine.numel == 0:
-                    continue
-                if task.file not in handles:
-                    path = os.path.join(self._place, task.file)
-                    handles[task.file] = opened.enter_context(File.to_write(path))
-                for chunk in self._write_tensor(handles[task.file], task):
-                    written.append((number, chunk))
+                if task.held.mine.numel:
+                    for chunk in self._write_tensor(handles[task.file], task):
+                        written.append((number, chunk))
             for file in handles.values():
                 file.sync()
         return written
@@ -248,7 +228,7 @@ class Job:
             else:
                 _scatter(file, task, values, begin, end)
             self.written_bytes += len(data)
-            yield Chunk(begin, end, zlib.crc32(data, self._seed))
+            yield Chunk(begin, end, checksum(data, self._seed))
 
     def _complete(self, checksums: list[list[tuple[int, Chunk]]]) -> None:
         """Write the manifest, and make the folder the checkpoint."""
@@ -267,12 +247,12 @@ class Job:
                 tuple(task.held.shape),
                 task.held.order,
                 tuple(part.end for part in parts),
-                tuple(part.crc32 for part in parts),
+                tuple(part.xxh3 for part in parts),
             )
-        whole = catalogue.whole(os.path.dirname(self.target))
+        folder = os.path.dirname(self.target)
         manifest = Manifest(
             id=stock.id,
-            sequence=1 + max((found.sequence for _, found in whole), default=0),
+            sequence=0 if stock.exported else catalogue.next_sequence(folder),
             saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             ranks=self._peers.size,
             files=self._data_files(),
@@ -291,11 +271,11 @@ class Job:
 
     def _data_files(self) -> dict[str, DataFile]:
         found = {
-            file.name: DataFile(file.nbytes, len(file.header), zlib.crc32(file.header))
+            file.name: DataFile(file.nbytes, len(file.header), checksum(file.header))
             for file in self._files
         }
         for name, text in self._texts.items():
-            found[name] = DataFile(len(text), len(text), zlib.crc32(text))
+            found[name] = DataFile(len(text), len(text), checksum(text))
         return found
 
 

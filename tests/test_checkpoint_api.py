@@ -1,0 +1,360 @@
+"""What save, load, keep and latest accept and refuse: a typed error on every rank, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from checkpoints import build, train
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+
+
+def plain(seed: int = 0) -> tuple[nn.Module, zshard.AdamW]:
+    torch.manual_seed(seed)
+    model = zshard.wrap(models.Blocks())
+    return model, zshard.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("extra", "where"),
+    [
+        (torch.zeros(2), r"extra is a Tensor"),
+        ({"a": [1, {2}]}, r"extra\['a'\]\[1\] is a set"),
+        ({"best": float("inf")}, r"extra\['best'\] is inf"),
+        ({1: "a"}, "has the key 1"),
+        (b"bytes", "extra is a bytes"),
+        (["\ud800"], r"extra\[0\] has text that is no Unicode"),
+    ],
+)
+def test_extra_that_json_does_not_give_back_is_refused_before_anything_is_written(
+    tmp_path: Path, extra: object, where: str
+) -> None:
+    model, _ = plain()
+    with pytest.raises(zshard.InputError, match=where):
+        zshard.save(tmp_path / "a", model, extra=extra)
+    assert os.listdir(tmp_path) == []
+
+
+def test_extra_comes_back(tmp_path: Path) -> None:
+    model, _ = plain()
+    extra = {"step": 3, "x": [1.5, None, True, {"ü": "text\n"}], "t": (1, 2), "big": 2**80}
+    zshard.save(tmp_path / "a", model, extra=extra)
+    assert zshard.load(tmp_path / "a", model).extra == {**extra, "t": [1, 2]}
+
+
+def differing(rank: int, size: int, folder: str) -> list[str]:
+    model, optimizer = plain()
+    calls: list[Callable[[], object]] = [
+        lambda: zshard.save(f"{folder}/{rank}", model),
+        lambda: zshard.save(f"{folder}/a", model, extra=rank),
+        lambda: zshard.save(f"{folder}/a", model, keep=rank + 1),
+        lambda: zshard.save(f"{folder}/a", model, optimizer if rank else None),
+        lambda: zshard.save(f"{folder}/a", model, rng=bool(rank)),
+        lambda: zshard.save(f"{folder}/a", model, extra=set() if rank else None),
+        lambda: zshard.load(f"{folder}/{rank}", model),
+    ]
+    seen = []
+    for call in calls:
+        with pytest.raises(zshard.Error) as raised:
+            call()
+        seen.append(f"{type(raised.value).__name__}: {raised.value}")
+    assert os.listdir(folder) == []
+    train(model, optimizer, rank, range(1))  # goes on
+    zshard.save(f"{folder}/a", model)
+    return seen
+
+
+def test_ranks_that_differ_in_what_they_ask_for_all_get_an_error(tmp_path: Path) -> None:
+    first, second = run_ranks(differing, 2, str(tmp_path))
+    kinds = [text.split(":")[0] for text in first]
+    assert kinds == [*["MismatchError"] * 5, "InputError", "MismatchError"]
+    assert kinds == [text.split(":")[0] for text in second]
+    assert f"{tmp_path}/0" in first[0] and f"{tmp_path}/1" in first[0]
+    assert "extra is a set" in second[5] and "rank 1: extra is a set" in first[5]
+
+
+def no_checkpoint(rank: int, size: int, folder: str) -> None:
+    model, optimizer = plain()
+    before = zshard.full_param(model, "inlet.weight")
+    Path(folder, "file").touch()
+    os.makedirs(f"{folder}/things/inside", exist_ok=True)
+    for path, words in {
+        "gone": "no checkpoint",
+        "file": "a file",
+        "things": "no checkpoint.json",
+    }.items():
+        with pytest.raises(zshard.CheckpointError, match=f"{folder}/{path}.*{words}"):
+            zshard.load(f"{folder}/{path}", model, optimizer)
+    with pytest.raises(zshard.CheckpointError, match=f"{folder}/file: is a file"):
+        zshard.save(f"{folder}/file", model)
+    with pytest.raises(zshard.CheckpointError, match=f"{folder}/things: .*other things in it"):
+        zshard.save(f"{folder}/things", model)
+    with pytest.raises(zshard.CheckpointError, match=f"{folder}/file: Not a directory"):
+        zshard.save(f"{folder}/file/a", model)
+    for bad in (None, 3, "", b"bytes", "a\0b"):
+        with pytest.raises(zshard.InputError, match="path="):
+            zshard.save(bad, model)  # type: ignore[arg-type]
+    for keep in (0, -1, True, 1.5):
+        with pytest.raises(zshard.InputError, match="keep="):
+            zshard.save(f"{folder}/a", model, keep=keep)  # type: ignore[arg-type]
+    with pytest.raises(zshard.InputError, match=r"expected a torch\.optim\.Optimizer"):
+        zshard.save(f"{folder}/a", model, "adam")  # type: ignore[arg-type]
+    with pytest.raises(zshard.InputError, match=r"a parameter of shape .* does not have"):
+        zshard.save(f"{folder}/a", model, torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(zshard.WrapError, match="not wrapped"):
+        zshard.save(f"{folder}/a", nn.Linear(2, 2))
+    assert torch.equal(zshard.full_param(model, "inlet.weight"), before)
+    assert sorted(os.listdir(folder)) == ["file", "things"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_no_checkpoint_is_neither_loaded_nor_overwritten(tmp_path: Path, size: int) -> None:
+    run_ranks(no_checkpoint, size, str(tmp_path))
+
+
+def other_models(rank: int, size: int, folder: str) -> None:
+    model, optimizer = plain()
+    train(model, optimizer, rank, range(2))
+    zshard.save(f"{folder}/a", model, optimizer)
+
+    torch.manual_seed(1)
+    changed = models.Blocks()
+    changed.inlet = nn.Linear(3, 7, bias=False)
+    changed.blocks[0].up = nn.Linear(7, 11)
+    changed.blocks[0].down = nn.Linear(11, 7)
+    changed.blocks[1].norm.weight.data = changed.blocks[1].norm.weight.data.double()
+    changed.added = nn.Parameter(torch.ones(3))
+    other = zshard.wrap(changed)
+    before = zshard.full_param(other, "outlet.weight")
+    problems = [
+        "inlet.bias: not in the model",
+        r"blocks.0.up.weight: of shape \(13, 7\), and \(11, 7\) in the model",
+        r"blocks.0.down.weight: of shape \(7, 13\)",
+        "blocks.1.norm.weight: of torch.float32, and torch.float64 in the model",
+        "added: missing",
+    ]
+    for strict in (True, False):
+        with pytest.raises(zshard.CheckpointError) as raised:
+            zshard.load(f"{folder}/a", other, strict=strict)
+        text = str(raised.value)
+        for problem in problems if strict else problems[1:-1]:
+            assert re.search(problem, text), (problem, text)
+    assert torch.equal(zshard.full_param(other, "outlet.weight"), before)
+
+    fits = models.Blocks()
+    fits.inlet = nn.Linear(3, 7, bias=False)
+    fits.added = nn.Parameter(torch.ones(3))
+    other = zshard.wrap(fits)
+    states = zshard.AdamW(other.parameters())
+    loaded = zshard.load(f"{folder}/a", other, states, strict=False)
+    assert loaded.missing == ["added", "the optimizer's state of added"]
+    assert loaded.unexpected == ["inlet.bias", "the optimizer's state of inlet.bias"]
+    name = "outlet.weight"
+    assert torch.equal(zshard.full_param(other, name), zshard.full_param(model, name))
+    assert torch.equal(zshard.full_param(other, "added"), torch.ones(3))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_does_not_fit_is_listed_whole_and_changes_nothing(tmp_path: Path, size: int) -> None:
+    run_ranks(other_models, size, str(tmp_path))
+
+
+def test_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    train(model, optimizer, 0, range(1))
+    zshard.save(tmp_path / "bare", model)
+    zshard.save(tmp_path / "a", model, optimizer)
+    with pytest.raises(zshard.CheckpointError, match="the optimizer's states: missing"):
+        zshard.load(tmp_path / "bare", model, optimizer)
+    with pytest.raises(zshard.CheckpointError, match="AdamW was saved, and it is SGD now"):
+        zshard.load(tmp_path / "a", model, zshard.SGD(model.parameters()))
+    params = list(model.parameters())
+    halves = zshard.AdamW([{"params": params[:5]}, {"params": params[5:]}])
+    assert zshard.load(tmp_path / "a", model, halves) == zshard.Loaded()
+    zshard.save(tmp_path / "b", model, halves)
+    with pytest.raises(zshard.CheckpointError, match=r"its parameters were in groups \[0, 1\]"):
+        zshard.load(tmp_path / "b", model, optimizer)
+
+
+def test_an_optimizer_that_a_failed_load_has_torn_is_loaded_too_or_deleted(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    train(model, optimizer, 0, range(1))
+    zshard.save(tmp_path / "a", model, optimizer)
+    zshard.save(tmp_path / "b", model, optimizer)
+    file = tmp_path / "b/optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    for attempt in range(2):
+        with pytest.raises(zshard.CheckpointError, match="are damaged"):
+            zshard.load(tmp_path / "b", model, optimizer)
+        for alone in (zshard.load, lambda path, model: zshard.load_weights(model, path)):
+            with pytest.raises(zshard.StateError, match="states of the AdamW"):
+                alone(tmp_path / "a", model)
+            with pytest.raises(zshard.StateError, match="failed halfway"):
+                model(torch.randn(4, 3))
+        if attempt == 0:
+            zshard.load(tmp_path / "a", model, optimizer)
+            train(model, optimizer, 0, range(1, 2))
+    del optimizer
+    zshard.load(tmp_path / "a", model)
+    train(model, zshard.AdamW(model.parameters()), 0, range(1))
+
+
+def test_torchs_adamw_goes_on_from_zshards(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    train(model, optimizer, 0, range(2))
+    zshard.save(tmp_path / "a", model, optimizer)
+    other, _ = plain(1)
+    theirs = torch.optim.AdamW(other.parameters(), lr=1.0)
+    zshard.load(tmp_path / "a", other, theirs)
+    assert theirs.param_groups[0]["lr"] == 1e-3
+    for mine, own in zip(model.parameters(), other.parameters(), strict=True):
+        state = theirs.state[own]
+        assert state["step"].dtype == torch.int64 and int(state["step"]) == 2
+        assert torch.equal(state["exp_avg"].local, optimizer.state[mine]["exp_avg"])
+    losses = train(other, theirs, 0, range(2, 4))
+    wanted = train(model, optimizer, 0, range(2, 4))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
+
+
+def test_a_rule_that_zshards_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:
+    model, _ = plain()
+    theirs = torch.optim.AdamW(model.parameters(), maximize=True)
+    train(model, theirs, 0, range(1))
+    zshard.save(tmp_path / "a", model, theirs)
+    with pytest.raises(zshard.CheckpointError, match="maximize=True"):
+        zshard.load(tmp_path / "a", model, zshard.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.NAdam(p, lr=0.01),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+        lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: zshard.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: zshard.SGD(p, lr=0.1),
+        lambda p: zshard.Adam(p),
+    ],
+)
+def test_every_elementwise_optimizer_goes_on_bitwise(
+    tmp_path: Path, make: Callable[[object], torch.optim.Optimizer]
+) -> None:
+    model = build(1)
+    optimizer = make(model.parameters())
+    train(model, optimizer, 0, range(2))
+    zshard.save(tmp_path / "a", model, optimizer)
+    wanted = train(model, optimizer, 0, range(2, 4))
+    other = build(2)
+    again = make(other.parameters())
+    zshard.load(tmp_path / "a", other, again)
+    assert train(other, again, 0, range(2, 4)) == wanted
+
+
+def keeping(rank: int, size: int, folder: str) -> None:
+    model, _ = plain()
+    assert zshard.latest(f"{folder}/new") is None
+    for step in (9, 10, 11, 2):
+        zshard.save(f"{folder}/new/step-{step}", model, extra=step, keep=3)
+        assert zshard.latest(f"{folder}/new") == f"{folder}/new/step-{step}"
+    zshard.full_param(model, "inlet.weight")  # ranks meet
+    if rank == 0:
+        assert sorted(os.listdir(f"{folder}/new")) == ["step-10", "step-11", "step-2"]
+        os.truncate(f"{folder}/new/step-2/model.safetensors", 100)
+        os.makedirs(f"{folder}/new/user's")
+    zshard.full_param(model, "inlet.weight")
+    assert zshard.latest(f"{folder}/new") == f"{folder}/new/step-11"  # the newest that is whole
+    zshard.full_param(model, "inlet.weight")
+    zshard.save(f"{folder}/new/step-11", model, extra="again", keep=1)
+    assert zshard.load(zshard.latest(f"{folder}/new"), model).extra == "again"
+    if rank == 0:
+        assert sorted(os.listdir(f"{folder}/new")) == ["step-11", "step-2", "user's"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_keep_and_latest_go_by_the_order_of_saves(tmp_path: Path, size: int) -> None:
+    run_ranks(keeping, size, str(tmp_path))
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path: Path) -> None:
+    model, _ = plain()
+    zshard.save(tmp_path / "a", model, extra=1)
+    (tmp_path / "link").symlink_to("a")
+    zshard.save(tmp_path / "link", model, extra=2)
+    assert (tmp_path / "link").is_symlink()
+    assert zshard.load(tmp_path / "a", model).extra == 2
+    assert sorted(os.listdir(tmp_path)) == ["a", "link"]
+
+
+def test_other_saves_into_the_same_folder_are_left_alone(tmp_path: Path) -> None:
+    model, _ = plain()
+    dead, alive = (tmp_path / f".b.{digit * 32}.saving" for digit in "01")
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    from zshard.checkpoint import catalogue
+
+    with catalogue.claimed(str(alive)):
+        zshard.save(tmp_path / "a", model)
+        assert sorted(os.listdir(tmp_path)) == [alive.name, "a"]
+    zshard.save(tmp_path / "a", model)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+class WithExtraState(nn.Linear):
+    """A module with a state that is no tensor."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__(3, 3)
+        self.state = state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
+def test_the_extra_state_of_modules_is_kept(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Sequential(WithExtraState({"seen": 3}), nn.ReLU()))
+    zshard.save(tmp_path / "a", model)
+    model[0].state = None
+    zshard.load(tmp_path / "a", model)
+    assert model[0].state == {"seen": 3}
+    model[0].state = object()
+    with pytest.raises(zshard.InputError, match=r"0._extra_state \(get_extra_state\) is a object"):
+        zshard.save(tmp_path / "a", model)
+
+
+def test_the_manifest_is_json(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    zshard.save(tmp_path / "a", model, optimizer, extra={"step": 3})
+    manifest = json.loads((tmp_path / "a/checkpoint.json").read_text())
+    assert manifest["format"] == 1 and manifest["checkpoint"]["extra"] == {"step": 3}
+    assert manifest["checkpoint"]["tensors"]["model"]["inlet.weight"]["shape"] == [7, 3]
+
+
+def test_a_save_or_load_inside_a_forward_or_full_params_is_refused(tmp_path: Path) -> None:
+    model, _ = plain()
+    zshard.save(tmp_path / "a", model, extra=1)
+    hook = model.blocks[1].register_forward_hook(lambda *_: zshard.save(tmp_path / "a", model))
+    with pytest.raises(zshard.StateError, match=r"save\(.*\) is for between steps"):
+        model(torch.randn(4, 3))
+    hook.remove()
+    with zshard.full_params(model, write=True):
+        for call in (zshard.save, zshard.load, zshard.export):
+            with pytest.raises(zshard.StateError, match=r"inside zshard.full_params"):
+                call(tmp_path / "a", model)
+    assert zshard.load(tmp_path / "a", model).extra == 1

@@ -1,0 +1,73 @@
+"""What a rank holds beside its shard while it saves and loads: bounded, however large the model."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+from zshard.checkpoint import manifest
+
+kMiB = 1 << 20
+kWidth = 2560  # 26 MB of fp32 a layer
+
+
+def resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def peak_of(work: object) -> int:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    work()  # type: ignore[operator]
+    return resident("VmHWM") - before
+
+
+def model_of(dtype: torch.dtype, precision: zshard.Precision) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(kWidth, kWidth, bias=False, dtype=dtype) for _ in range(4)]
+    return zshard.wrap(nn.Sequential(*layers), precision=precision)
+
+
+def peaks(
+    rank: int, size: int, folder: str, dtype: torch.dtype, precision: zshard.Precision
+) -> tuple[int, int, int, int]:
+    small = zshard.wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    zshard.save(f"{folder}/warm", small)  # what the first save imports and starts
+    zshard.load(f"{folder}/warm", small)
+    model = model_of(dtype, precision)
+    optimizer = zshard.AdamW(model.parameters())
+    model(torch.randn(2, kWidth, dtype=dtype)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saving = peak_of(lambda: zshard.save(f"{folder}/a", model, optimizer))
+    loading = peak_of(lambda: zshard.load(f"{folder}/a", model, optimizer))
+    weights = peak_of(lambda: zshard.load_weights(model, f"{folder}/a"))
+    exporting = peak_of(lambda: zshard.export(f"{folder}/b", model, dtype=torch.float16))
+    return saving, loading, weights, exporting
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        (torch.float32, zshard.Precision()),
+        (torch.bfloat16, zshard.Precision()),
+        (torch.float32, zshard.Precision(torch.bfloat16, master="split")),
+    ],
+)
+def test_beside_its_shard_a_rank_holds_a_chunk_and_little_more(
+    tmp_path: Path, dtype: torch.dtype, precision: zshard.Precision
+) -> None:
+    # A chunk as it is read, the same in two other dtypes, and what allocators keep.
+    most = 4 * manifest.CHUNK_BYTES + 2 * kMiB
+    for found in run_ranks(peaks, 2, str(tmp_path), dtype, precision):
+        assert max(found) < most, [f"{n / kMiB:.1f} MiB" for n in found]

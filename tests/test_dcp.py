@@ -1,0 +1,198 @@
+"""torch.distributed.checkpoint on wrapped models: between ranks, strategies and precisions.
+
+The plain model reads zshard's checkpoints in one process, and so is the reference of what lies
+where in them.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from sides import Side, differs, kRate, kStep, load_sides, plain, save_sides, value_of
+from torch.distributed.checkpoint import state_dict as dsd
+
+import zshard
+
+# In one process it says that torch.distributed is not there.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+kAtTwo = {
+    "a": Side("odd_parameters"),
+    "b": Side("odd_parameters", "ddp", optimizer="torch"),
+    "c": Side("channels_last", "zero1"),
+    "d": Side("frozen", "zero2", "bf16"),
+    "e": Side("odd_parameters", precision="split"),
+    "f": Side("tied_across_units", precision="bf16 parameters"),
+}
+kAtFour = {
+    "g": Side("odd_parameters", hsdp=True),
+    "h": Side("channels_last", "ddp", hsdp=True),
+    "i": Side("odd_parameters", "zero1", "split", hsdp=True),
+}
+kLoads = [
+    ("a", Side("odd_parameters", "zero1", "split")),
+    ("b", Side("odd_parameters", "zero3")),
+    ("c", Side("channels_last", "ddp", "bf16", "torch")),
+    ("d", Side("frozen", "zero3", "split")),
+    ("e", Side("odd_parameters", "zero2", optimizer="torch")),
+    ("f", Side("tied_across_units", "ddp", "bf16 parameters")),
+    ("g", Side("odd_parameters", "zero1", "bf16")),
+    ("h", Side("channels_last", "zero3", "split")),
+    ("i", Side("odd_parameters", "ddp", "split")),
+]
+kLoadsAtFour = [
+    ("a", Side("odd_parameters", "zero1", "split", hsdp=True)),
+    ("c", Side("channels_last", "zero3", "bf16", "torch", hsdp=True)),
+    ("h", Side("channels_last", "ddp", "bf16", hsdp=True)),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dcp")
+    run_ranks(save_sides, 2, kAtTwo, folder)
+    run_ranks(save_sides, 4, kAtFour, folder)
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_a_checkpoint_loads_at_other_ranks_strategies_and_precisions(
+    world_size: int, saved: Path
+) -> None:
+    loads = kLoadsAtFour if world_size == 4 else kLoads
+    for wrong in run_ranks(load_sides, world_size, loads, saved):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("name", [*kAtTwo, *kAtFour])
+def test_a_plain_model_reads_every_element_where_it_belongs(name: str, saved: Path) -> None:
+    side = (kAtTwo | kAtFour)[name]
+    model = plain(side.case, "before")
+    found = {"model": model.state_dict()}
+    dcp.load(found, checkpoint_id=saved / name, no_dist=True)
+    for key, param in model.named_parameters():
+        assert torch.equal(param, value_of(key, param.shape)), key
+    for file in (saved / name).iterdir():  # and without zshard
+        assert b"zshard" not in file.read_bytes(), file
+
+
+def load_plain(rank: int, world_size: int, path: Path) -> list[str]:
+    model = Side("channels_last", "zero1", "split").model()
+    found = {"model": model.state_dict()}
+    dcp.load(found, checkpoint_id=path)
+    return [n for n, p in model.named_parameters() if differs(p, value_of(n, p.shape))]
+
+
+def test_a_plain_models_checkpoint_loads(tmp_path: Path) -> None:
+    dcp.save({"model": plain("channels_last", "").state_dict()}, checkpoint_id=tmp_path / "p")
+    for wrong in run_ranks(load_plain, 3, tmp_path / "p"):
+        assert wrong == []
+
+
+def load_in_place(rank: int, world_size: int, path: Path) -> list[str]:
+    """dcp.load alone, into what model.state_dict() shows of the model's own memory."""
+    wrong = []
+    batch = models.batches("odd_parameters", 1, rank)[0]
+    for strategy in ("zero1", "zero3", "ddp"):
+        for precision in ("fp32", "bf16", "split"):
+            side = Side("odd_parameters", strategy, precision)
+            model, other = side.model(), side.model()
+            with torch.no_grad():
+                models.loss_of(model, batch)
+                dcp.load({"model": model.state_dict()}, checkpoint_id=path)
+                for key, param in other.named_parameters():
+                    param.copy_(value_of(key, param.shape))
+                if not torch.equal(models.loss_of(model, batch), models.loss_of(other, batch)):
+                    wrong.append(f"{side}: forward")
+            wrong += [
+                f"{side}: {n}"
+                for n, p in model.named_parameters()
+                if differs(p, value_of(n, p.shape))
+            ]
+    return wrong
+
+
+def test_a_load_alone_writes_through_and_the_next_forward_computes_with_it(saved: Path) -> None:
+    for wrong in run_ranks(load_in_place, 3, saved / "a"):
+        assert wrong == []
+
+
+def whole_values(rank: int, world_size: int) -> list[str]:
+    """set_state_dict with whole tensors, on every rank or on rank 0 alone."""
+    wrong = []
+    values = plain("odd_parameters", "").state_dict()
+    for from_first in (False, True):
+        for side in (Side("odd_parameters"), Side("odd_parameters", "zero1", "split")):
+            model = side.model()
+            optimizer = side.make_optimizer(model)
+            options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+            states = dsd.get_optimizer_state_dict(model, optimizer)
+            for name, state in states["state"].items():
+                state["step"] = torch.tensor(float(kStep))
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = value_of(f"{key} {name}", values[name].shape)
+            states["param_groups"][0]["lr"] = kRate
+            if from_first and rank > 0:
+                values, states = {}, {}
+            dsd.set_model_state_dict(model, values, options=options)
+            dsd.set_optimizer_state_dict(model, optimizer, states, options=options)
+            wrong += [n for n, p in model.named_parameters() if differs(p, value_of(n, p.shape))]
+            for name, state in dsd.get_optimizer_state_dict(model, optimizer)["state"].items():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    if differs(state[key], value_of(f"{key} {name}", state[key].shape)):
+                        wrong.append(f"{key} of {name}")
+            values = plain("odd_parameters", "").state_dict()
+    return wrong
+
+
+def test_set_state_dict_takes_whole_tensors() -> None:
+    for wrong in run_ranks(whole_values, 2):
+        assert wrong == []
+
+
+def test_a_copied_state_dict_keeps_the_values_of_its_time() -> None:
+    for precision in ("fp32", "split"):
+        side = Side("odd_parameters", precision=precision)
+        model = side.model()
+        optimizer = side.make_optimizer(model)
+        dsd.get_optimizer_state_dict(model, optimizer)  # makes the states
+        weights, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        for batch in models.batches("odd_parameters", 2):
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+        assert differs(model.inlet.weight, value_of("beforeinlet.weight", torch.Size([7, 3])))
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        for name, param in model.named_parameters():
+            assert not differs(param, value_of("before" + name, param.shape))
+        for state in optimizer.state_dict()["state"].values():
+            assert state["step"] == 1 and not state["exp_avg"].local.any()
+
+
+def test_the_state_of_another_rule_is_refused() -> None:
+    side = Side("blocks")
+    model = side.model()
+    optimizer = side.make_optimizer(model)
+    for name, value in (("amsgrad", True), ("maximize", True), ("decoupled_weight_decay", False)):
+        state = optimizer.state_dict()
+        state["param_groups"][0][name] = value
+        with pytest.raises(zshard.OptimizerError, match=f"{name}={value}.*torch.optim"):
+            optimizer.load_state_dict(state)
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = torch.zeros(3, 7)
+    with pytest.raises(zshard.OptimizerError, match=r"'exp_avg' of inlet.weight.*\(3, 7\)"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = models.kCases["blocks"].build()
+    model = zshard.wrap(model, device="cpu")
+    with pytest.raises(dcp.api.CheckpointException, match=r"checkpoint\.save is refused"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)

