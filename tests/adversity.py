@@ -135,17 +135,21 @@ class Scene:
     Attributes:
         before: name -> state, from the oldest.
         empty: a name at which there is an empty folder.
+        displaced: a save was killed with the target's checkpoint out of its place.
     """
 
     before: dict[str, str]
     target: str
     keep: int | None = None
     empty: str = ""
+    displaced: bool = False
 
     def build(self, folder: Path, states: States) -> None:
         folder.mkdir()
         for name, label in self.before.items():
             states.save(label, folder / name)
+        if self.displaced:
+            (folder / self.target).rename(folder / f".{self.target}.replaced")
         if self.empty:
             (folder / self.empty).mkdir()
 
@@ -169,7 +173,7 @@ class Scene:
     def _is_there(self, folder: Path, states: States) -> bool:
         """False for an empty folder, which is no checkpoint, and says so."""
         place = folder / self.target
-        if not place.is_dir() or list(place.iterdir()):
+        if self.displaced or not place.is_dir() or list(place.iterdir()):
             return True
         with pytest.raises(zshard.CheckpointError, match="no checkpoint of zshard"):
             states.reader.load(place)
@@ -194,6 +198,8 @@ kScenes = {
     "replace": Scene({"x": "old"}, "x"),
     "keep": Scene({"a": "older", "b": "old"}, "x", keep=1),
     "parents": Scene({}, "deep/down/x"),
+    "displaced": Scene({"a": "older", "x": "old"}, "x", displaced=True),
+    "displaced, empty": Scene({"x": "old"}, "x", displaced=True, empty="x"),
     "empty": Scene({"a": "old"}, "x", empty="x"),
     "replace and keep": Scene({"x": "older", "b": "old"}, "x", keep=1),
     "replace newest": Scene({"a": "older", "x": "old"}, "x", keep=1),

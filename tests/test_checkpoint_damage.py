@@ -83,7 +83,7 @@ def take_anothers_file(rng: random.Random, folder: Path, other: Path) -> str:
 
 
 def take_anothers_data(rng: random.Random, folder: Path, other: Path) -> str | None:
-    """Another save's data, beneath this one's header: right but for the id of the save."""
+    """Another save's data beneath this one's header: in the right place, of another step."""
     name = rng.choice(kData)
     ours, theirs = (folder / name).read_bytes(), (other / name).read_bytes()
     header = 8 + int.from_bytes(ours[:8], "little")

@@ -153,6 +153,41 @@ def test_an_input_output_error_on_one_rank_is_told_on_both(
         assert others == f"rank {which}: {own}"
 
 
+def test_what_another_job_removes_at_the_same_time_is_no_failure() -> None:
+    scene, states = kScenes["replace and keep"], States("old", "older", "new", "next")
+    real, calls = os.unlink, [0]
+
+    def remove_after_another(path: str) -> None:
+        calls[0] += 1
+        real(path)
+        real(path)
+
+    with scratch() as base:
+        scene.build(base / "folder", states)
+        with patched(unlink=remove_after_another):
+            states.save("new", base / "folder" / "x", keep=1)
+        assert os.listdir(base / "folder") == ["x"]
+        assert states.at(base / "folder" / "x") == "new"
+    assert calls[0] >= 6
+
+
+def test_a_checkpoint_that_lost_its_manifest_does_not_give_way_to_the_one_it_replaced() -> None:
+    states = States("old", "new")
+    with scratch() as base:
+        states.save("old", base / "x")
+        states.save("new", base / "y")
+        (base / "x").rename(base / ".x.replaced")
+        (base / "y").rename(base / "x")
+        (base / "x" / "checkpoint.json").unlink()
+        with pytest.raises(zshard.CheckpointError, match="is no checkpoint of zshard"):
+            states.at(base / "x")
+        with pytest.raises(zshard.CheckpointError, match="a folder with other things in it"):
+            states.save("new", base / "x")
+        assert zshard.latest(base) is None
+        (base / "x").rename(base / "damaged")
+        assert states.at(base / "x") == "old"
+
+
 # --- calls that do less than they are asked to ---------------------------------------------------
 
 

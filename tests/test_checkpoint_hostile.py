@@ -135,6 +135,15 @@ def hostile_contents(content: dict[str, Any]) -> Iterator[tuple[str, object]]:
             f"one more file named {outside!r}",
             changed(lambda own, n=outside: own["files"].update({n: own["files"][kData[0]]})),
         )
+    moments = content["tensors"]["optimizer"]
+    yield (
+        "two tensors that the model has in one place",
+        changed(
+            lambda own: own["tensors"]["optimizer"].update(
+                {"weight.exp_avg_sq": moments["weight.exp_avg"]}
+            )
+        ),
+    )
     model = content["tensors"]["model"]
     scale = model["scale"]
     yield (

@@ -65,15 +65,17 @@ def find(target: str) -> str:
     Raises:
         CheckpointError: if there is none.
     """
+    if files.exists(os.path.join(target, NAME)):
+        return target
+    # Not behind a folder with files in it: that is a newer checkpoint, which has lost its manifest.
+    vacant = not files.is_folder(target) or not files.names_in(target)
+    if vacant and files.exists(os.path.join(replaced(target), NAME)):
+        return replaced(target)
     if not files.exists(target):
-        if files.exists(os.path.join(replaced(target), NAME)):
-            return replaced(target)
         raise CheckpointError(f"{target}: there is no checkpoint, nor anything else")
     if not files.is_folder(target):
         raise CheckpointError(f"{target}: is a file; a checkpoint is a folder with {NAME}")
-    if not files.exists(os.path.join(target, NAME)):
-        raise CheckpointError(f"{target}: is no checkpoint of zshard: it has no {NAME}")
-    return target
+    raise CheckpointError(f"{target}: is no checkpoint of zshard: it has no {NAME}")
 
 
 def targets_in(folder: str) -> list[str]:
@@ -162,9 +164,10 @@ def tidy(target: str) -> None:
         if home is None or home in alive:
             continue
         place, displaced = os.path.join(folder, home), os.path.join(folder, name)
-        if not files.exists(place):
-            files.rename(displaced, place)
-        elif files.exists(os.path.join(place, NAME)) and (home == own or _is_free(place)):
+        if not files.exists(os.path.join(place, NAME)):
+            with suppress(CheckpointError):  # over something that is no checkpoint; it stays
+                files.rename(displaced, place)
+        elif home == own or _is_free(place):
             files.remove(displaced)
 
 
@@ -191,9 +194,9 @@ def commit(written: str, target: str) -> None:
         if displaced:
             files.rename(displaced, target)
         raise
-    if displaced:
-        with _is_saved(target):
-            files.remove(displaced)
+    with _is_saved(target):
+        if files.exists(replaced(target)):
+            files.remove(replaced(target))
 
 
 def prune(target: str, save_id: str, keep: int) -> None:
