@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -270,3 +271,31 @@ def test_a_peer_that_dies_in_an_asynchronous_save_gives_the_other_a_typed_error(
     (cases,) = run_ranks(kill_in_background, 1, group=False, timeout=120.0)
     assert cases > 2
     print(f"{cases} cases")
+
+
+def waited_for_by_one(rank: int, world_size: int, base: str) -> None:
+    run = Run(1)
+    real = os.fsync
+
+    def refused(descriptor: int) -> None:
+        if rank == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    for waiters in ((0,), (0, 1), ()):
+        with patched(fsync=refused):
+            handle = run.save(Path(base, "x"), "new", asynchronous=True)
+            while not handle.done():
+                time.sleep(0.01)
+        if rank in waiters:
+            with pytest.raises(zshard.CheckpointError, match="Input/output error"):
+                handle.wait()
+        if waiters != (0, 1):  # then all have been told
+            with pytest.raises(zshard.CheckpointError, match="Input/output error"):
+                run.save(Path(base, "x"), "next")
+        run.save(Path(base, "x"), "next")
+
+
+def test_a_failure_that_only_one_rank_has_waited_for_is_told_to_both_by_the_next_save() -> None:
+    with scratch() as base:
+        run_ranks(waited_for_by_one, 2, str(base))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Future
-from concurrent.futures import wait as concurrent_wait
 from typing import Literal, overload
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import InputError, StateError
+from ..errors import CommError, InputError, StateError
 from ..schedule import Schedule
 from ..wrap import schedule_of
 from . import catalogue
@@ -34,7 +33,7 @@ class SaveHandle:
     Attributes:
         path: of the checkpoint.
         total_bytes: that this rank writes; written_bytes: those it has written.
-        told: whether ``wait`` has told of the end, so that the next save need not.
+        told: whether ``wait`` has told of the end.
     """
 
     def __init__(self, job: Job, future: Future[None]) -> None:
@@ -52,14 +51,19 @@ class SaveHandle:
         return self._future.done()
 
     def wait(self) -> None:
-        """Wait for its end; every rank calls this, or none.
+        """Wait for its end.
 
         Raises:
             Error: on every rank, if it failed on one.
         """
-        concurrent_wait([self._future])
+        failure = self.failure()
         self.told = True
-        self._future.result()
+        if failure is not None:
+            raise failure
+
+    def failure(self) -> BaseException | None:
+        """What it failed with, None if it did not; waits for its end."""
+        return self._future.exception()
 
 
 @overload
@@ -171,13 +175,19 @@ def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
     """Meet the other ranks for ``what``, after an asynchronous save that is under way.
 
     Raises:
-        Error: on every rank, if that save failed.
+        Error: on every rank, if that save failed, and a rank has not heard of it from ``wait``.
         MismatchError: on every rank, if the ranks are about to do different things.
         StateError: inside a forward, a backward or full_params; for a model without values.
     """
     handle = _PENDING.pop(schedule, None)
-    if handle is not None and not handle.told:
-        handle.wait()
+    failure = None if handle is None else handle.failure()
+    if isinstance(failure, CommError) and handle is not None and not handle.told:
+        raise failure  # there is nobody to meet
     if schedule.whole:
         raise StateError(f"{what} inside zshard.full_params, whose changes are not taken in yet")
     schedule.begin_call(what, unusable_ok=unusable_ok)
+    if handle is not None and failure is not None:
+        # One rank may have waited, and another not: all raise, or none does.
+        told = Peers(schedule.comm, what).together(lambda: handle.told)
+        if not all(told):
+            raise failure
