@@ -67,6 +67,13 @@ class Master:
         part = slice(begin, begin + value.numel())
         ops.split_master_(self.send[part], self.low[part], value)
 
+    def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
+        """Make ``values`` (1-D fp32) the elements ``at`` (1-D int64) of a split master."""
+        assert self.low is not None
+        send, low = (torch.empty_like(values, dtype=each.dtype) for each in (self.send, self.low))
+        ops.split_master_(send, low, values)
+        self.send[at], self.low[at] = send, low
+
     def refresh(self) -> None:
         """Bring the copy up to date after something other than an optimizer op wrote the values."""
         if self.stale and self.values is not None:

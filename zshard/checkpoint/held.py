@@ -14,7 +14,7 @@ from ..flat import Flat
 from ..layout import Range
 
 
-class Held(ABC):
+class Part:
     """A tensor, and the range of it that is here.
 
     Attributes:
@@ -35,17 +35,33 @@ class Held(ABC):
         self.shape, self.dtype, self.order = shape, dtype, order
         self.here, self.mine = here, mine
 
+
+class Source(Part, ABC):
+    """A tensor that is saved."""
+
     @abstractmethod
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end), 1-D, of ``dtype``; perhaps a view."""
 
+
+class Sink(Part, ABC):
+    """A tensor that is loaded. Values come 1-D, on the CPU, and are cast as ``copy_`` does."""
+
     @abstractmethod
     def store(self, begin: int, values: torch.Tensor) -> None:
-        """Make ``values`` (1-D, on the CPU, cast as ``copy_`` does) the elements from ``begin``."""
+        """Make ``values`` the elements from ``begin`` on."""
+
+    @abstractmethod
+    def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
+        """Make ``values`` the elements ``at`` (1-D int64), all of which are here."""
 
     def memory(self) -> torch.Tensor | None:
         """The range that is here, to be written directly: 1-D, of ``dtype``, on the CPU."""
         return None
+
+
+class Held(Source, Sink):
+    """A tensor of the model or the optimizer."""
 
 
 class HeldMaster(Held):
@@ -71,6 +87,15 @@ class HeldMaster(Held):
             master.store(begin, values.to(self._flat.device, torch.float32))
         else:
             master.values[begin : begin + values.numel()].copy_(values)
+
+    def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
+        """Round to the dtype that is stored."""
+        master, device = self._flat.master, self._flat.device
+        at, values = (at + self._shift).to(device), values.to(self.dtype).to(device)
+        if master.values is None:
+            master.scatter(at, values.float())
+        else:
+            master.values[at] = values.to(master.values.dtype)
 
     def memory(self) -> torch.Tensor | None:
         """The master itself, where it is of the dtype that is stored."""
@@ -99,13 +124,18 @@ class HeldSlice(Held):
         begin -= self.here.begin
         self._local[begin : begin + values.numel()].copy_(values)
 
+    def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
+        """Into the slice."""
+        local = self._local
+        local[(at - self.here.begin).to(local.device)] = values.to(local.device, local.dtype)
+
     def memory(self) -> torch.Tensor | None:
         """The slice itself."""
         return self._local if self._local.is_cpu and self._local.is_contiguous() else None
 
 
 class HeldWhole(Held):
-    """A tensor that every rank has whole; the first saves it."""
+    """A tensor that every rank has whole, in C order; the first saves it."""
 
     def __init__(self, tensor: torch.Tensor, *, saves: bool) -> None:
         here = Range(0, tensor.numel())
@@ -114,21 +144,34 @@ class HeldWhole(Held):
         self._tensor = tensor.detach()
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """In C order, whatever the order in memory is."""
+        """A view, or a copy where memory is in another order."""
         return self._tensor.reshape(-1)[begin:end]
 
     def store(self, begin: int, values: torch.Tensor) -> None:
-        """In C order."""
-        whole = self._tensor.reshape(-1)  # a copy, where memory is in another order
-        whole[begin : begin + values.numel()].copy_(values)
-        if whole.data_ptr() != self._tensor.data_ptr() or not self._tensor.is_contiguous():
+        """Into the tensor."""
+        self.scatter(torch.arange(begin, begin + values.numel()), values)
+
+    def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
+        """Into the tensor."""
+        device = self._tensor.device
+        whole = self._tensor.reshape(-1)
+        whole[at.to(device)] = values.to(device, self.dtype)
+        if not self._tensor.is_contiguous():  # it was a copy
             self._tensor.copy_(whole.view(self.shape))
 
+    def memory(self) -> torch.Tensor | None:
+        """The tensor itself, where memory is in C order, on the CPU."""
+        tensor = self._tensor
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+        torch.autograd.graph.increment_version(tensor)  # which reading into memory does not
+        return tensor.view(-1)
 
-class Snapshot(Held):
+
+class Snapshot(Source):
     """A copy of what a rank saves of another tensor, on the CPU."""
 
-    def __init__(self, of: Held) -> None:
+    def __init__(self, of: Source) -> None:
         super().__init__(of.shape, of.dtype, of.order, of.mine, of.mine)
         # Even on the CPU it has to be a copy of its own.
         self._values = of.read(*of.mine).to("cpu", copy=True)
@@ -136,10 +179,6 @@ class Snapshot(Held):
     def read(self, begin: int, end: int) -> torch.Tensor:
         """A view of the copy."""
         return self._values[begin - self.here.begin : end - self.here.begin]
-
-    def store(self, begin: int, values: torch.Tensor) -> None:
-        """Refused."""
-        raise NotImplementedError("a snapshot is only read")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError
 from ..layout import Range
 from . import catalogue
-from .held import Held
+from .held import Sink
 from .loading import fill
 from .manifest import Json, Manifest, Stored, check_files, read_manifest
 
@@ -210,7 +210,7 @@ def _step(manifest: Manifest) -> int | None:
     return max((int(count) for count in counts if isinstance(count, int | float)), default=None)
 
 
-class _Nowhere(Held):
+class _Nowhere(Sink):
     """Where tensors are read to only for their checksums."""
 
     def __init__(self, stored: Stored, progress: Callable[[int], object]) -> None:
@@ -220,10 +220,10 @@ class _Nowhere(Held):
         )
         self._progress = progress
 
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        """Refused."""
-        raise NotImplementedError("there is nothing here to be saved")
-
     def store(self, begin: int, values: torch.Tensor) -> None:
+        """Only count them."""
+        self._progress(values.nbytes)
+
+    def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
         """Only count them."""
         self._progress(values.nbytes)

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import CheckpointError
 from .files import File
-from .held import Held, bytes_of, in_file_order, places, positions
+from .held import Sink, bytes_of, in_file_order, places, positions
 from .inventory import Inventory
 from .manifest import Chunk, Stored, checksum
 
@@ -25,12 +25,12 @@ class Match:
         problems: what can never be loaded, such as another shape.
     """
 
-    pairs: list[tuple[str, Stored, Held]] = field(default_factory=list)
+    pairs: list[tuple[str, Stored, Sink]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, name: str, stored: Stored, held: Held, *, cast: bool = False) -> None:
+    def add(self, name: str, stored: Stored, held: Sink, *, cast: bool = False) -> None:
         """Note that ``stored`` goes to ``held``, if it fits."""
         if tuple(stored.shape) != tuple(held.shape):
             shapes = f"of shape {stored.shape}, and {tuple(held.shape)} in the model"
@@ -112,7 +112,7 @@ def match_model(
     return match
 
 
-def fill(folder: str, pairs: Sequence[tuple[str, Stored, Held]], seed: int | None) -> None:
+def fill(folder: str, pairs: Sequence[tuple[str, Stored, Sink]], seed: int | None) -> None:
     """Read what this rank holds of every pair's tensor.
 
     Args:
@@ -122,7 +122,7 @@ def fill(folder: str, pairs: Sequence[tuple[str, Stored, Held]], seed: int | Non
         CheckpointError: naming file and tensor, for a file that cannot be read, or data whose
             checksum is not the one saved.
     """
-    by_file: dict[str, list[tuple[str, Stored, Held]]] = {}
+    by_file: dict[str, list[tuple[str, Stored, Sink]]] = {}
     for pair in pairs:
         if pair[2].here.numel:
             by_file.setdefault(pair[1].file, []).append(pair)
@@ -144,7 +144,7 @@ class _Reader:
         self._dtype, self._itemsize = stored.torch_dtype, stored.torch_dtype.itemsize
         self._straight = in_file_order(stored.order, stored.shape)
 
-    def fill(self, held: Held) -> None:
+    def fill(self, held: Sink) -> None:
         """Read the range that ``held`` has here."""
         aligned = in_file_order(held.order, held.shape) and self._straight
         aligned = aligned or held.order == self._stored.order
@@ -189,16 +189,13 @@ class _Reader:
                 "not the one that was saved)"
             )
 
-    def _pick(self, first: int, values: torch.Tensor, held: Held) -> None:
+    def _pick(self, first: int, values: torch.Tensor, held: Sink) -> None:
         """Store those of ``values`` that are here, though memory is in another order there."""
         stored = self._stored
         at = positions(stored.shape, stored.order, first, first + values.numel())
         place = places(tuple(held.shape), held.order, at)
         here = (place >= held.here.begin) & (place < held.here.end)
-        place, order = place[here].sort()
-        values = values[here][order]
-        for start, stop in runs(place):
-            held.store(int(place[start]), values[start:stop])
+        held.scatter(place[here], values[here])
 
 
 def runs(at: torch.Tensor) -> list[tuple[int, int]]:

@@ -144,7 +144,7 @@ def save(
         stock.keep, stock.extra = keep, as_json(extra, "extra")
         if optimizer is not None:
             state = optimizer_inventory(optimizer, found.names, first=peers.rank == 0)
-            stock.tensors["optimizer"], stock.optimizer = state.tensors, state.record
+            stock.tensors["optimizer"], stock.optimizer = {**state.tensors}, state.record
         if rng:
             own = random_state(schedule.device)
             stock.tensors["rng"] = {

@@ -24,7 +24,7 @@ from ..errors import CheckpointError, MismatchError
 from ..schedule import Schedule
 from . import catalogue, files
 from .files import File
-from .held import Held, Snapshot, bytes_of, in_file_order, positions
+from .held import Snapshot, Source, bytes_of, in_file_order, positions
 from .inventory import Inventory, inventory_of
 from .loading import runs
 from .manifest import (
@@ -58,7 +58,7 @@ class Stock:
 
     id: str
     target: str
-    tensors: dict[str, dict[str, Held]]
+    tensors: dict[str, dict[str, Source]]
     aliases: dict[str, str]
     buffers: list[str]
     extra_state: dict[str, Json]
@@ -110,7 +110,7 @@ def stock_of_model(schedule: Schedule, path: object) -> tuple[Stock, Inventory]:
     stock = Stock(
         id=secrets.token_hex(16),
         target=catalogue.absolute(path),
-        tensors={"model": found.parameters | found.buffers, "master": found.masters},
+        tensors={"model": {**found.parameters, **found.buffers}, "master": {**found.masters}},
         aliases=found.aliases,
         buffers=list(found.buffers),
         extra_state=found.extra_state,
@@ -125,7 +125,7 @@ class Task(NamedTuple):
     name: str
     file: str
     slab: Slab
-    held: Held
+    held: Source
 
 
 class Job:

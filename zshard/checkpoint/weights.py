@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import CheckpointError, InputError
 from ..wrap import schedule_of
 from . import catalogue, files
-from .held import Held
+from .held import Source
 from .inventory import inventory_of
 from .load import Loaded, change
 from .loading import Match, fill, match_model
@@ -173,18 +173,15 @@ def export(
     Job(peers, agree_on(peers, take)).run()
 
 
-class _Cast(Held):
+class _Cast(Source):
     """A tensor in another dtype."""
 
-    def __init__(self, of: Held, dtype: torch.dtype) -> None:
+    def __init__(self, of: Source, dtype: torch.dtype) -> None:
         super().__init__(of.shape, dtype, of.order, of.here, of.mine)
         self._of = of
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         return self._of.read(begin, end).to(self.dtype)
-
-    def store(self, begin: int, values: torch.Tensor) -> None:
-        raise NotImplementedError("what is exported is only read")
 
 
 def _configs(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
