@@ -18,6 +18,7 @@ from .errors import (
     WrapError,
 )
 from .optim import SGD, Adam, AdamW
+from .plan import Fit, Plan, plan
 from .precision import Precision
 from .scaler import GradScaler
 from .session import memory, method, no_sync, reset, stats, trace
@@ -33,11 +34,13 @@ __all__ = [
     "CommError",
     "CommStats",
     "Error",
+    "Fit",
     "GradScaler",
     "InputError",
     "Loaded",
     "MismatchError",
     "OptimizerError",
+    "Plan",
     "Precision",
     "SaveHandle",
     "ShardedAccessError",
@@ -56,6 +59,7 @@ __all__ = [
     "memory",
     "method",
     "no_sync",
+    "plan",
     "reset",
     "save",
     "state_dict",

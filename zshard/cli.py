@@ -1,4 +1,4 @@
-"""The command line: ``zshard train``, ``zshard ckpt``, ``zshard bench`` and ``zshard info``."""
+"""The command line: ``zshard train``, ``plan``, ``ckpt``, ``bench`` and ``info``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .gpt import SIZES
 from .job import Place
 from .launch import LOST_PEER, InterruptedJob, choose_ranks, launch
 from .options import TrainOptions, resolve
+from .plan_command import add_plan, run_plan
 
 _FAILED, _USAGE = 1, 2  # exit statuses
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(lambda: bench.run(given["benchmark"], given["arguments"]), "zshard")
     if command == "ckpt":
         return _report(lambda: run_ckpt(**given), "zshard")
+    if command == "plan":
+        return _report(lambda: run_plan(**given), "zshard")
     place = Place.from_environment()
     name = "zshard" if place is None else f"zshard: rank {place.rank}"
     status = _report(lambda: _train(given, arguments, place), name)
@@ -99,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, how zshard was built, devices and backends")
+    add_plan(
+        commands.add_parser(
+            "plan",
+            help="what a model takes on every rank, before it is there",
+            description="What a model takes on every rank, and sends, for every strategy; by "
+            "arithmetic, without a GPU or its memory.",
+        )
+    )
     measured = commands.add_parser(
         "bench",
         help="measure zshard beside torch and other libraries",

@@ -27,6 +27,15 @@ _LARGE_BYTES = 1 << 18
 # hosts: messages, which keep both directions of a wire busy; the all-to-all moved half as much.
 
 
+def chunk_rows(size: int, dtype: torch.dtype, *, nccl: bool) -> int:
+    """Rows of a reduction that arrive at each of ``size`` ranks: one of sums, or every rank's.
+
+    NCCL sums fp32 and fp64 itself. Its 16-bit sums would round at every hop, and gloo's
+    reduce_scatter is a whole all-reduce: there every rank's row arrives, for us to sum in fp32.
+    """
+    return 1 if nccl and dtype.itemsize >= 4 else size
+
+
 class Ranks:
     """The ranks that a collective runs over: the sharding group, or the replicas of one shard.
 
@@ -61,12 +70,8 @@ class Ranks:
                 self._messenger = Messenger(self.group, self.rank, self.size)
 
     def chunks(self, dtype: torch.dtype) -> int:
-        """Rows that ``Comm.exchange`` delivers: one of sums, or one of every rank's.
-
-        NCCL sums fp32 and fp64 itself. Its 16-bit sums would round at every hop, and gloo's
-        reduce_scatter is a whole all-reduce: there every rank's row arrives, for us to sum in fp32.
-        """
-        return 1 if self.nccl and dtype.itemsize >= 4 else self.size
+        """Rows that ``Comm.exchange`` delivers; see ``chunk_rows``."""
+        return chunk_rows(self.size, dtype, nccl=self.nccl)
 
     def start_gather(
         self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool

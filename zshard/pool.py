@@ -36,6 +36,11 @@ def keep_freed(nbytes: int) -> None:
     torch.empty(min(nbytes, _LARGEST_LESSON), dtype=torch.uint8)  # and freed at once
 
 
+def aligned(nbytes: int) -> int:
+    """Flats of one slot begin where torch's allocators would put them, at 64 bytes."""
+    return -(-nbytes // 64) * 64
+
+
 class Slot:
     """Memory for one full buffer."""
 

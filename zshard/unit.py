@@ -22,7 +22,7 @@ from .comm import Comm, Handle, Tag
 from .errors import StateError
 from .flat import Flat
 from .passage import Passage
-from .pool import Pool, Slot
+from .pool import Pool, Slot, aligned
 from .strategy import Strategy
 from .structure import map_tensors, tensors_in
 from .unitmap import UnitSpec
@@ -123,7 +123,7 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the unit's full buffer, all flats together."""
-        return sum(_aligned(flat.full_bytes) for flat in self.flats)
+        return sum(aligned(flat.full_bytes) for flat in self.flats)
 
     @property
     def slot_bytes(self) -> int:
@@ -278,7 +278,7 @@ class Unit:
                 end = begin + flat.full_bytes
                 flat.mark(valid=False)
                 flat.attach(memory[begin:end].view(flat.dtypes.compute), self._leaf_done(flat))
-                begin += _aligned(flat.full_bytes)
+                begin += aligned(flat.full_bytes)
 
     # --- what goes in and out --------------------------------------------------------------------
 
@@ -333,8 +333,3 @@ class Unit:
         node is left that reads one. That says nothing of frozen weights.
         """
         return all(all(flat.trained) for flat in self.flats)
-
-
-def _aligned(nbytes: int) -> int:
-    """Flats of one slot begin where torch's allocators would put them, at 64 bytes."""
-    return -(-nbytes // 64) * 64

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .errors import InputError, WrapError
+from .precision import Dtypes, Precision
 
 Units = str | Sequence[str] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -199,3 +201,15 @@ def check_parameters(specs: Sequence[UnitSpec]) -> torch.device | None:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise WrapError(f"parameters lie on different devices: {where}. Pass device=...")
     return next(iter(devices), None)
+
+
+def flat_groups(spec: UnitSpec, precision: Precision) -> list[tuple[Dtypes, list[Owned]]]:
+    """The unit's parameters by what one flat buffer can hold: their dtypes and requires_grad."""
+    groups: dict[tuple[Dtypes, bool], list[Owned]] = {}
+    for owned in spec.params:
+        dtypes = precision.resolve(owned.param.dtype)
+        if all(isinstance(module, _NormBase) for module, _ in owned.places):
+            # Batch normalisation's kernels want them in the dtype of the running statistics.
+            dtypes = Precision(reduce=precision.reduce).resolve(owned.param.dtype)
+        groups.setdefault((dtypes, owned.param.requires_grad), []).append(owned)
+    return [(dtypes, group) for (dtypes, _), group in groups.items()]

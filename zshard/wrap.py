@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _NormBase
 
 from . import agree
 from .comm import Comm
@@ -25,11 +24,11 @@ from .materialize import (
     swap_contents,
 )
 from .pool import Pool, keep_freed
-from .precision import Dtypes, Precision
+from .precision import Precision
 from .schedule import Schedule
 from .strategy import Choice, Strategy, strategy_of
 from .unit import Place, Unit
-from .unitmap import Owned, Units, UnitSpec, check_parameters, unit_map
+from .unitmap import Units, UnitSpec, check_parameters, flat_groups, unit_map
 
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
 
@@ -191,18 +190,6 @@ def _ignored_parameters(
     return found
 
 
-def _groups(spec: UnitSpec, precision: Precision) -> list[tuple[Dtypes, list[Owned]]]:
-    """The unit's parameters by what one flat buffer can hold: their dtypes and requires_grad."""
-    groups: dict[tuple[Dtypes, bool], list[Owned]] = {}
-    for owned in spec.params:
-        dtypes = precision.resolve(owned.param.dtype)
-        if all(isinstance(module, _NormBase) for module, _ in owned.places):
-            # Batch normalisation's kernels want them in the dtype of the running statistics.
-            dtypes = Precision(reduce=precision.reduce).resolve(owned.param.dtype)
-        groups.setdefault((dtypes, owned.param.requires_grad), []).append(owned)
-    return [(dtypes, group) for (dtypes, _), group in groups.items()]
-
-
 def _check_split(specs: Sequence[UnitSpec], precision: Precision) -> None:
     dtypes = {owned.param.dtype for spec in specs for owned in spec.params}
     wanted = precision.master == "split" and bool(dtypes)
@@ -219,7 +206,7 @@ def _shard(
     """Make a unit's flat buffers, and put the sharded parameters in place of the whole ones."""
     flats: list[Flat] = []
     places: list[Place] = []
-    for number, (dtypes, group) in enumerate(_groups(spec, precision)):
+    for number, (dtypes, group) in enumerate(flat_groups(spec, precision)):
         params = [owned.param for owned in group]
         names = [owned.names for owned in group]
         flat = Flat(names, params, dtypes, strategy, comm, device)

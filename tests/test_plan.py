@@ -1,0 +1,228 @@
+"""zshard.plan: its figures are those that wrapped models come to, and the textbook's."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+
+kStrategies = ["ddp", "zero1", "zero2", "zero3"]
+kPolicies = {
+    "fp32": zshard.Precision(),
+    "bf16": zshard.Precision.bf16(),
+    "bf16/bf16": zshard.Precision.bf16(reduce=torch.bfloat16),
+    "split": zshard.Precision.bf16(reduce=torch.bfloat16, master="split"),
+}
+kOptimizers = {
+    "adamw": lambda params: zshard.AdamW(params),
+    "sgd": lambda params: zshard.SGD(params),
+    "momentum": lambda params: zshard.SGD(params, momentum=0.9),
+}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, rank: int) -> None:
+    models.loss_of(model, models.batches(name, 1, rank)[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_unit(name: str, module: nn.Module) -> str:
+    return "zero2" if name == "blocks.1" else "zero3"
+
+
+def compare(rank: int, size: int) -> int:
+    """Hold plans against what models of every kind come to; returns how many."""
+    cases = [
+        *(("blocks", None, s, p, "adamw", 1) for s in kStrategies for p in kPolicies),
+        *(
+            (name, None, "zero3", "bf16", "adamw", 1)
+            for name in ("odd_parameters", "frozen", "gpt")
+        ),
+        *(("blocks", units, "zero2", "fp32", "sgd", 1) for units in ("model", "layer")),
+        *(("gpt", None, "zero3", "fp32", "momentum", prefetch) for prefetch in (0, 2)),
+        ("blocks", None, "by unit", "split", "adamw", 1),
+    ]
+    for case in cases:
+        name, units, chosen, precision, rule, prefetch = case
+        strategy = (
+            (lambda n, _: "zero2" if n == "blocks.1" else "zero3") if " " in chosen else chosen
+        )
+        options = {"strategy": strategy, "units": units, "precision": kPolicies[precision]}
+        planned = zshard.plan(
+            models.build(name), size, **options, optimizer=rule, prefetch=prefetch, backend="gloo"
+        ).to_dict()
+        model = zshard.wrap(models.build(name), **options, prefetch=prefetch)
+        optimizer = kOptimizers[rule](model.parameters())
+        step(model, optimizer, name, rank)
+        stats = zshard.stats(model)
+        stats.reset()
+        step(model, optimizer, name, rank)
+        measured = zshard.memory(model)["now"]
+        figures = planned["per_rank"]
+        if rank < size - 1:  # the last one has the padding at the end
+            del measured["padding"]
+        assert {key: figures[key] for key in measured} == measured, case
+        assert figures["peak"] == sum(
+            measured[key] for key in ("states", "full_buffers", "reduce_buffers")
+        )
+        for op in ("all_gather", "reduce_scatter"):
+            alike = [each for each in planned["collectives"] if each["op"] == op]
+            sent = sum(each["bytes"] * each["count"] for each in alike)
+            assert sent == stats.sent_bytes[op], (case, op)
+            assert sum(each["count"] for each in alike) == stats.calls[op], (case, op)
+    return len(cases)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_plan_and_measurement_agree_to_the_byte(size: int) -> None:
+    assert set(run_ranks(compare, size, timeout=120)) == {24}
+
+
+def whole(numel: float) -> nn.Module:
+    """Build a model of that many parameters, in one matrix, on the meta device."""
+    with torch.device("meta"):
+        return nn.Linear(int(numel) // 1000, 1000, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("numel", "world_size", "strategy", "policy", "expected"),
+    [
+        (7e9, 1, "ddp", "bf16/bf16", 112e9),
+        (7e9, 8, "zero3", "bf16/bf16", 14e9),
+        (7e9, 8, "zero3", "split", 14 * 7e9 / 8),
+        (7e9, 1, "zero3", "fp32", 112e9),
+        (7e9, 8, "zero1", "fp32", 63e9),
+        (7e9, 8, "zero2", "fp32", 38.5e9),
+        (7e9, 8, "zero3", "fp32", 14e9),
+        (175e9, 1, "ddp", "bf16/bf16", 2.8e12),
+        (175e9, 64, "zero3", "bf16/bf16", 43.75e9),
+    ],
+)
+def test_states_are_the_textbooks(
+    numel: float, world_size: int, strategy: str, policy: str, expected: float
+) -> None:
+    planned = zshard.plan(
+        whole(numel), world_size, strategy=strategy, precision=kPolicies[policy]
+    ).to_dict()
+    assert planned["per_rank"]["states"] == pytest.approx(expected, rel=1e-6)
+    assert sum(unit["states"] for unit in planned["units"]) == planned["per_rank"]["states"]
+
+
+def test_a_trillion_parameters_over_4096_ranks_take_seconds_and_no_memory() -> None:
+    code = (
+        "import zshard, resource; "
+        "print(zshard.plan('gpt:1t', 4096).peak); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    peak, resident = map(int, done.stdout.split())
+    assert peak > 16e12 / 4096
+    assert resident < 1 << 20, "KiB"
+    assert time.monotonic() - started < 60  # 10 s where nothing else runs
+    assert resource.RUSAGE_SELF == 0
+
+
+def test_fit_finds_the_least_sharding_and_the_fewest_devices() -> None:
+    plan = zshard.plan(whole(7e9), 8, precision=kPolicies["bf16/bf16"])
+    fit = plan.fit(80e9)
+    assert fit.strategy == "zero1"
+    assert [name for name, row in fit.plans.items() if row.peak <= 80e9] == kStrategies[1:]
+    assert fit.devices["ddp"] is None
+    for name, devices in fit.devices.items():
+        if devices is not None:
+            row = plan.with_strategy(name)
+            assert row.with_world_size(devices).peak <= 80e9
+            assert devices == 1 or row.with_world_size(devices - 1).peak > 80e9
+    assert plan.fit(1e9).strategy is None
+    for hbm in (0, -1.0, float("nan")):
+        with pytest.raises(zshard.InputError, match="hbm="):
+            plan.fit(hbm)
+
+
+def test_activations_count_towards_the_peak() -> None:
+    bare, full = (zshard.plan(whole(1e6), 2, activations=n) for n in (0, 1000))
+    assert full.peak == bare.peak + 1000
+    assert full.to_dict()["per_rank"]["activations"] == 1000
+
+
+def test_configurations_of_transformers_are_planned_without_their_memory(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"])  # of 7B parameters
+    config.save_pretrained(tmp_path)
+    plans = [zshard.plan(each, 8) for each in (config, tmp_path, tmp_path / "config.json")]
+    assert {plan.parameters for plan in plans} == {6_738_415_616}
+    assert len(plans[0].units) == 33
+    assert json.loads(json.dumps(plans[0].to_dict()))["world_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("gpt:8b", 8), "gpt: and one of tiny"),
+        (("/nowhere/config.json", 8), "cannot be read as a configuration"),
+        ((3, 8), "a int is no model"),
+        (("gpt:7b", 0), "world_size=0"),
+        (("gpt:7b", True), "world_size=True"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments: tuple[object, int], words: str) -> None:
+    with pytest.raises(zshard.InputError, match=words):
+        zshard.plan(*arguments)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"optimizer": "lion"}, {"prefetch": -1}, {"backend": "mpi"}, {"strategy": "zero4"}],
+)
+def test_options_that_mean_nothing_are_refused(option: dict[str, object]) -> None:
+    with pytest.raises(zshard.InputError, match=str(next(iter(option.values())))):
+        zshard.plan(nn.Linear(3, 3), 2, **option)
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    with pytest.raises(zshard.InputError, match=r"zshard\.memory"):
+        zshard.plan(zshard.wrap(nn.Linear(3, 3)), 2)
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "zshard", "plan", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_prints_a_table_of_strategies_and_what_fits() -> None:
+    done = command("gpt:7b", "--world", 8, "--hbm", "80GB", "--precision", "bf16/bf16")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("gpt:7b: 7.00e9 parameters in 33 units, bf16/bf16, adamw")
+    rows = {line.split()[0]: line.split() for line in lines[2:6]}
+    assert list(rows) == kStrategies
+    assert rows["zero3"][1] == "*" and rows["zero3"][-2:] == ["yes", "2"]
+    assert rows["ddp"][-4:] == ["no", "none", "will", "do"]
+    assert lines[-1] == "Into 80.0 GB over 8 ranks: zero1 fits."
+
+
+def test_the_command_prints_json() -> None:
+    done = command("gpt:7b", "--world", 8, "--hbm", "80GiB", "--json")
+    printed = json.loads(done.stdout)
+    planned = zshard.plan("gpt:7b", 8, precision=kPolicies["bf16"]).to_dict()
+    assert {key: printed[key] for key in planned} == planned
+    assert printed["fit"]["hbm"] == 80 * 2**30
+
+
+@pytest.mark.parametrize("given", [("--hbm", "80XB"), ("--world", "0"), ("--hbm", "0")])
+def test_the_command_refuses_bad_input(given: tuple[str, str]) -> None:
+    done = command("gpt:7b", "--world", 8, *given)
+    assert done.returncode == 2 and given[1] in done.stderr

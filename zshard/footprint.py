@@ -1,0 +1,154 @@
+"""What a model takes on a rank, and sends, by arithmetic: the bytes that wrap would come to.
+
+Of each flat buffer from its layout, dtypes and strategy, with the code that wrap itself lays out
+with; no tensor is made. tests/test_plan.py holds it against what ``zshard.memory`` and
+``zshard.stats`` count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from .groups import chunk_rows
+from .layout import Layout, Local, Range
+from .pool import aligned
+from .precision import Dtypes
+from .strategy import Strategy
+
+# fp32 states of an element, by the name of the optimizer.
+STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
+_STATE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes on a rank that last from step to step; padding is part of each.
+
+    Attributes:
+        parameters: compute-dtype copies and send buffers, whole or sharded as the strategy says.
+        master: beside the parameters; 0 where the parameters are it.
+        padding: the part of parameters and master that belongs to no parameter.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    master: int = 0
+    optimizer: int = 0
+    padding: int = 0
+
+    @property
+    def states(self) -> int:
+        """All of them together."""
+        return self.parameters + self.gradients + self.master + self.optimizer
+
+    def __add__(self, other: Holding) -> Holding:
+        return Holding(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class FlatPlan(NamedTuple):
+    """A flat buffer before it has any memory; see ``Flat``."""
+
+    layout: Layout
+    dtypes: Dtypes
+    strategy: Strategy
+    trained: bool
+
+    @property
+    def resident(self) -> bool:
+        """Whether the full buffer stays in memory."""
+        return self.strategy.resident or self.layout.world_size == 1
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full buffer."""
+        return self.layout.numel * self.dtypes.compute.itemsize
+
+    def holding(self, states: int) -> Holding:
+        """What the buffer takes on the last rank, which has the padding at the end.
+
+        Args:
+            states: fp32 states of the optimizer for an element.
+        """
+        layout, dtypes = self.layout, self.dtypes
+        last = layout.shard(layout.world_size - 1)
+        owned = layout.whole if self.strategy.replicated else last
+        used = sum(part.end - part.begin for part in self._locals(owned))
+        copy = layout.whole if self.resident else owned
+        beside = dtypes.master.itemsize  # the fp32 values
+        if dtypes.split:
+            beside = 2  # the lower plane
+        elif dtypes.compute == dtypes.master:
+            beside = 0
+        spare = layout.padding if self.resident else owned.numel - used
+        reduced = layout.whole if self.strategy.whole_grads else last
+        return Holding(
+            parameters=copy.numel * dtypes.compute.itemsize,
+            gradients=reduced.numel * dtypes.reduce.itemsize if self.trained else 0,
+            master=owned.numel * beside,
+            optimizer=owned.numel * states * _STATE_BYTES if self.trained else 0,
+            padding=spare * dtypes.compute.itemsize + (owned.numel - used) * beside,
+        )
+
+    def _locals(self, owned: Range) -> Iterator[Local]:
+        return (self.layout.local(i, owned) for i in range(len(self.layout.segments)))
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes that all units share; see pool.py."""
+
+    full: int  # of the full buffers that are there at once
+    reduce: int  # of the two reduce buffers
+
+
+def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool) -> Buffers:
+    """What gathered units and reductions take; the root's flats come first."""
+    slots = [sum(aligned(f.full_bytes) for f in flats if not f.resident) for flats in units]
+    regular = min(1 + prefetch, len(slots) - 1) * max(slots[1:], default=0)
+    trained = [flat for flats in units for flat in flats if flat.trained]
+    packed = [flat.layout.numel * flat.dtypes.reduce.itemsize for flat in trained]
+    chunks = [
+        chunk_rows(flat.layout.world_size, flat.dtypes.reduce, nccl=nccl)
+        * flat.layout.shard_size
+        * flat.dtypes.reduce.itemsize
+        for flat in trained
+        if flat.layout.world_size > 1
+    ]
+    return Buffers(slots[0] + regular, max(packed, default=0) + max(chunks, default=0))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of a step that are alike."""
+
+    op: str  # all_gather or reduce_scatter
+    unit: str
+    phase: str  # gather (before forward or backward), reduce, or step
+    bytes: int  # that a rank sends in one of them: the textbook volume
+    count: int  # of them in a step
+
+
+def collectives_of(label: str, flats: Sequence[FlatPlan], gathers: int) -> list[Collective]:
+    """The collectives of a unit in a step.
+
+    Args:
+        gathers: how often whole parameters are gathered where they do not stay.
+    """
+    found: list[Collective] = []
+    for flat in flats:
+        layout, strategy = flat.layout, flat.strategy
+        others = layout.world_size - 1
+        if others == 0 or layout.numel == 0:
+            continue
+        if not strategy.replicated:
+            sent = layout.shard_size * flat.dtypes.compute.itemsize * others
+            phase, count = ("step", 1) if strategy.resident else ("gather", gathers)
+            found.append(Collective("all_gather", label, phase, sent, count))
+        if flat.trained:
+            sent = layout.shard_size * flat.dtypes.reduce.itemsize * others
+            found.append(Collective("reduce_scatter", label, "reduce", sent, 1))
+            if strategy.replicated:
+                found.append(Collective("all_gather", label, "reduce", sent, 1))
+    return found
