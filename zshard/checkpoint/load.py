@@ -70,7 +70,8 @@ def load(
     """
     schedule = schedule_of(model)
     label = catalogue.shown(path)
-    begin(schedule, f"load({label})", unusable_ok=True)
+    kind = None if optimizer is None else type(optimizer).__name__
+    begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
     found: list[tuple[str, Manifest]] = []
 
@@ -95,6 +96,8 @@ def load(
         if optimizer is not None:
             states = match_optimizer(saved, optimizer, inventory)
             match.merge(states.match)
+        match.missing += [k for k in inventory.extra_state if k not in saved.extra_state]
+        match.unexpected += [k for k in saved.extra_state if k not in inventory.extra_state]
         if rng:
             states_of, key = saved.tensors.get("rng", {}), f"rank-{peers.rank:05d}"
             if len(states_of) != peers.size or key not in states_of:
