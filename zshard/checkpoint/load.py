@@ -86,7 +86,7 @@ def load(
         raise CheckpointError(f"{label}: the ranks found different checkpoints there: {ids}")
     place, saved = found[0]
     work: list[tuple[Match, OptimizerMatch | None]] = []
-    generators = torch.empty(NBYTES, dtype=torch.uint8)
+    generators = torch.empty(NBYTES, dtype=torch.uint8, device="cpu")
 
     def compare() -> None:
         inventory = inventory_of(schedule)
