@@ -232,6 +232,18 @@ def test_torchs_adamw_goes_on_from_zshards(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
 
 
+def test_what_a_scheduler_keeps_in_the_groups_comes_back(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    assert optimizer.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] /= 4
+    zshard.save(tmp_path / "a", model, optimizer)
+    other, again = plain()
+    zshard.load(tmp_path / "a", other, again)
+    assert again.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["initial_lr"]
+    torch.optim.lr_scheduler.StepLR(again, 2, last_epoch=4)
+
+
 def test_a_rule_that_zshards_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:
     model, _ = plain()
     theirs = torch.optim.AdamW(model.parameters(), maximize=True)
