@@ -93,6 +93,20 @@ def test_a_failure_is_kept_for_the_next_save_that_can_tell_of_it(
     zshard.save(tmp_path / "a", model)
 
 
+def two_models(rank: int, size: int, folder: str) -> None:
+    models = {"actor": build(0), "critic": build(1)}
+    for step in range(3):
+        for name, model in models.items():  # the second while the first's is being written
+            zshard.save(f"{folder}/{name}-{step}", model, extra=step, asynchronous=True)
+        zshard.save(f"{folder}/both-{step}", models["critic"])
+    for name, model in models.items():
+        assert zshard.load(f"{folder}/{name}-2", model).extra == 2
+
+
+def test_the_saves_of_two_models_do_not_meet_each_other(tmp_path: Path) -> None:
+    run_ranks(two_models, 2, str(tmp_path))
+
+
 def late(rank: int, size: int, folder: str) -> None:
     model, _ = started(rank, mesh=dist.new_group(timeout=timedelta(seconds=2)))
     real, delays = os.pwrite, [4 * rank]

@@ -136,7 +136,7 @@ def save(
     # Only some ranks in the background would meet nobody there, each in a save of its own.
     what = f"save({catalogue.shown(path)}{', asynchronous=True' if asynchronous else ''})"
     begin(schedule, what)
-    peers = Background(schedule.comm, what) if asynchronous else Peers(schedule.comm, what)
+    peers = Peers(schedule.comm, what)
 
     def take() -> Stock:
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -154,12 +154,15 @@ def save(
             }
         return stock
 
-    job = Job(peers, agree_on(peers, take))
-    if not isinstance(peers, Background):
-        job.run()
+    stock = agree_on(peers, take)
+    if not asynchronous:
+        Job(peers, stock).run()
         return None
+    # Only its thread meets others on its group: there may be another model's save under way.
+    background = Background(schedule.comm, what)
+    job = Job(background, stock)
     peers.together(job.take_snapshot)
-    handle = _PENDING[schedule] = SaveHandle(job, peers.thread.submit(_run, job))
+    handle = _PENDING[schedule] = SaveHandle(job, background.thread.submit(_run, job))
     return handle
 
 
