@@ -170,7 +170,7 @@ def _match_groups(
             try:
                 if isinstance(optimizer, FusedOptimizer):
                     options = optimizer.own_settings(options)
-                # What the group does not have is a scheduler's or the user's, as in load_state_dict.
+                # What the group does not have is a scheduler's, or the user's.
                 own_options = {
                     k: _like(group.get(k), v)
                     for k, v in options.items()
