@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -140,7 +141,7 @@ def change(
         StateError: for a change that would leave such an optimizer as it is.
     """
     if schedule in _TORN:
-        peers.together(lambda: _check_torn(_TORN[schedule](), optimizer, peers.what))
+        peers.together(lambda: _check_torn(_TORN[schedule], optimizer, peers.what))
     schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
     if optimizer is not None:
         _TORN[schedule] = ref(optimizer)
@@ -160,7 +161,10 @@ def change(
     _TORN.pop(schedule, None)
 
 
-def _check_torn(torn: Optimizer | None, optimizer: Optimizer | None, what: str) -> None:
+def _check_torn(of: ref[Optimizer], optimizer: Optimizer | None, what: str) -> None:
+    if of() is not optimizer:
+        gc.collect()  # it may be deleted, and part of a cycle
+    torn = of()
     if torn is not None and torn is not optimizer:
         raise StateError(
             f"{what} would leave the states of the {type(torn).__name__} as a load that failed "
