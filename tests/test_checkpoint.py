@@ -289,3 +289,24 @@ def other_orders(rank: int, size: int, folder: str) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_memory_in_another_order_changes_no_value(tmp_path: Path, size: int) -> None:
     run_ranks(other_orders, size, str(tmp_path))
+
+
+def elsewhere(rank: int, size: int, folder: str) -> None:
+    model, other = build(1), build(2)
+    optimizer, states = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    train(model, optimizer, rank, range(2))
+    wanted = zshard.state_dict(model, all_ranks=True)
+    zshard.save(f"{folder}/a", model, optimizer, rng=True)
+    with torch.device("meta"):  # as torch.set_default_device
+        zshard.save(f"{folder}/b", model, optimizer, rng=True)
+        zshard.load(f"{folder}/b", other, states, rng=True)
+        found = zshard.state_dict(other, all_ranks=True)
+    for name, value in wanted.items():
+        assert found[name].is_cpu and torch.equal(found[name], value), name
+    one, two = content(f"{folder}/a"), content(f"{folder}/b")
+    assert_same(two, one, "under another default device")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_default_device_of_new_tensors_does_not_matter(tmp_path: Path, size: int) -> None:
+    run_ranks(elsewhere, size, str(tmp_path))

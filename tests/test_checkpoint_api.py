@@ -24,6 +24,10 @@ def plain(seed: int = 0) -> tuple[nn.Module, zshard.AdamW]:
     return model, zshard.AdamW(model.parameters())
 
 
+_ENDLESS: list[object] = []
+_ENDLESS.append(_ENDLESS)
+
+
 @pytest.mark.parametrize(
     ("extra", "where"),
     [
@@ -33,6 +37,8 @@ def plain(seed: int = 0) -> tuple[nn.Module, zshard.AdamW]:
         ({1: "a"}, "has the key 1"),
         (b"bytes", "extra is a bytes"),
         (["\ud800"], r"extra\[0\] has text that is no Unicode"),
+        ({"n": 10**5000}, "extra cannot be written as JSON: .*4300 digits"),
+        (_ENDLESS, "extra cannot be written as JSON: .*recursion"),
     ],
 )
 def test_extra_that_json_does_not_give_back_is_refused_before_anything_is_written(
@@ -61,6 +67,7 @@ def differing(rank: int, size: int, folder: str) -> list[str]:
         lambda: zshard.save(f"{folder}/a", model, rng=bool(rank)),
         lambda: zshard.save(f"{folder}/a", model, extra=set() if rank else None),
         lambda: zshard.load(f"{folder}/{rank}", model),
+        lambda: zshard.load(f"{folder}/a", model, optimizer if rank else None),
     ]
     seen = []
     for call in calls:
@@ -76,7 +83,7 @@ def differing(rank: int, size: int, folder: str) -> list[str]:
 def test_ranks_that_differ_in_what_they_ask_for_all_get_an_error(tmp_path: Path) -> None:
     first, second = run_ranks(differing, 2, str(tmp_path))
     kinds = [text.split(":")[0] for text in first]
-    assert kinds == [*["MismatchError"] * 5, "InputError", "MismatchError"]
+    assert kinds == [*["MismatchError"] * 5, "InputError", "MismatchError", "MismatchError"]
     assert kinds == [text.split(":")[0] for text in second]
     assert f"{tmp_path}/0" in first[0] and f"{tmp_path}/1" in first[0]
     assert "extra is a set" in second[5] and "rank 1: extra is a set" in first[5]
@@ -203,6 +210,7 @@ def test_an_optimizer_that_a_failed_load_has_torn_is_loaded_too_or_deleted(tmp_p
         if attempt == 0:
             zshard.load(tmp_path / "a", model, optimizer)
             train(model, optimizer, 0, range(1, 2))
+    optimizer.itself = optimizer  # as in the cycles that schedulers and tracebacks make
     del optimizer
     zshard.load(tmp_path / "a", model)
     train(model, zshard.AdamW(model.parameters()), 0, range(1))
@@ -223,6 +231,18 @@ def test_torchs_adamw_goes_on_from_zshards(tmp_path: Path) -> None:
     losses = train(other, theirs, 0, range(2, 4))
     wanted = train(model, optimizer, 0, range(2, 4))
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
+
+
+def test_what_a_scheduler_keeps_in_the_groups_comes_back(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    assert optimizer.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] /= 4
+    zshard.save(tmp_path / "a", model, optimizer)
+    other, again = plain()
+    zshard.load(tmp_path / "a", other, again)
+    assert again.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["initial_lr"]
+    torch.optim.lr_scheduler.StepLR(again, 2, last_epoch=4)
 
 
 def test_a_rule_that_zshards_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -263,56 +283,6 @@ def test_every_elementwise_optimizer_goes_on_bitwise(
     assert train(other, again, 0, range(2, 4)) == wanted
 
 
-def keeping(rank: int, size: int, folder: str) -> None:
-    model, _ = plain()
-    assert zshard.latest(f"{folder}/new") is None
-    for step in (9, 10, 11, 2):
-        zshard.save(f"{folder}/new/step-{step}", model, extra=step, keep=3)
-        assert zshard.latest(f"{folder}/new") == f"{folder}/new/step-{step}"
-    zshard.full_param(model, "inlet.weight")  # ranks meet
-    if rank == 0:
-        assert sorted(os.listdir(f"{folder}/new")) == ["step-10", "step-11", "step-2"]
-        os.truncate(f"{folder}/new/step-2/model.safetensors", 100)
-        os.makedirs(f"{folder}/new/user's")
-    zshard.full_param(model, "inlet.weight")
-    assert zshard.latest(f"{folder}/new") == f"{folder}/new/step-11"  # the newest that is whole
-    zshard.full_param(model, "inlet.weight")
-    zshard.save(f"{folder}/new/step-11", model, extra="again", keep=1)
-    assert zshard.load(zshard.latest(f"{folder}/new"), model).extra == "again"
-    if rank == 0:
-        assert sorted(os.listdir(f"{folder}/new")) == ["step-11", "step-2", "user's"]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_keep_and_latest_go_by_the_order_of_saves(tmp_path: Path, size: int) -> None:
-    run_ranks(keeping, size, str(tmp_path))
-
-
-def test_a_link_to_a_checkpoint_stays_a_link(tmp_path: Path) -> None:
-    model, _ = plain()
-    zshard.save(tmp_path / "a", model, extra=1)
-    (tmp_path / "link").symlink_to("a")
-    zshard.save(tmp_path / "link", model, extra=2)
-    assert (tmp_path / "link").is_symlink()
-    assert zshard.load(tmp_path / "a", model).extra == 2
-    assert sorted(os.listdir(tmp_path)) == ["a", "link"]
-
-
-def test_other_saves_into_the_same_folder_are_left_alone(tmp_path: Path) -> None:
-    model, _ = plain()
-    dead, alive = (tmp_path / f".b.{digit * 32}.saving" for digit in "01")
-    for folder in (dead, alive):
-        folder.mkdir()
-        (folder / "model.safetensors").touch()
-    from zshard.checkpoint import catalogue
-
-    with catalogue.claimed(str(alive)):
-        zshard.save(tmp_path / "a", model)
-        assert sorted(os.listdir(tmp_path)) == [alive.name, "a"]
-    zshard.save(tmp_path / "a", model)
-    assert os.listdir(tmp_path) == ["a"]
-
-
 class WithExtraState(nn.Linear):
     """A module with a state that is no tensor."""
 
@@ -336,6 +306,22 @@ def test_the_extra_state_of_modules_is_kept(tmp_path: Path) -> None:
     model[0].state = object()
     with pytest.raises(zshard.InputError, match=r"0._extra_state \(get_extra_state\) is a object"):
         zshard.save(tmp_path / "a", model)
+
+
+def test_extra_state_that_is_missing_or_unexpected_is_listed(tmp_path: Path) -> None:
+    with_one, without = (
+        zshard.wrap(nn.Sequential(module, nn.ReLU()))
+        for module in (WithExtraState(3), nn.Linear(3, 3))
+    )
+    zshard.save(tmp_path / "with", with_one)
+    zshard.save(tmp_path / "without", without)
+    with pytest.raises(zshard.CheckpointError, match=r"0\._extra_state: missing there"):
+        zshard.load(tmp_path / "without", with_one)
+    with pytest.raises(zshard.CheckpointError, match=r"0\._extra_state: not in the model"):
+        zshard.load(tmp_path / "with", without)
+    assert zshard.load(tmp_path / "without", with_one, strict=False).missing == ["0._extra_state"]
+    assert zshard.load(tmp_path / "with", without, strict=False).unexpected == ["0._extra_state"]
+    assert with_one[0].state == 3
 
 
 def test_the_manifest_is_json(tmp_path: Path) -> None:

@@ -198,3 +198,19 @@ def test_where_there_is_no_checkpoint_the_path_is_named(
         status, text, errors = ckpt(capsys, action, tmp_path / name)
         assert (status, text) == (1, "")
         assert re.fullmatch(rf"zshard: error: {tmp_path / name}: .*checkpoint.*\n", errors)
+
+
+def test_an_export_is_told_apart_verified_and_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build(1)
+    zshard.export(tmp_path / "a", model)
+    status, text, _ = ckpt(capsys, "info", tmp_path / "a")
+    assert status == 0 and re.search(r"kind +weights only, by zshard\.export", text)
+    assert ckpt(capsys, "verify", tmp_path / "a")[0] == 0
+    assert zshard.latest(tmp_path) is None
+    other = build(2)
+    zshard.load(tmp_path / "a", other)
+    wanted = zshard.state_dict(model)
+    for name, value in zshard.state_dict(other).items():
+        assert torch.equal(value, wanted[name]), name

@@ -207,7 +207,7 @@ class Comm:
         """Every rank's ``words`` (equally many), in the order of ``place``; the host waits."""
         if self.world == 1:
             return [list(words)]
-        mine = torch.tensor(words, dtype=torch.int64)
+        mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         for over in self.axes:
             with self.named_errors("agree", tag):
                 self._count("agree", mine.nbytes * (over.size - 1), tag)

@@ -57,7 +57,9 @@ def _on_the_host(flat: Flat, schedule: Schedule, wanted: bool) -> list[nn.Parame
         return []
     params = []
     for segment, trained in zip(flat.layout.segments, flat.trained, strict=True):
-        value = torch.empty_strided(segment.shape, segment.stride, dtype=flat.dtypes.param)
+        value = torch.empty_strided(
+            segment.shape, segment.stride, dtype=flat.dtypes.param, device="cpu"
+        )
         value.copy_(segment.view_of(full))
         params.append(nn.Parameter(value, requires_grad=trained))
     return params

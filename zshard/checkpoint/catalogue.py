@@ -79,8 +79,10 @@ def find(target: str) -> str:
 
 
 def targets_in(folder: str) -> list[str]:
-    """The paths in ``folder`` at which there may be a checkpoint, leftovers not among them."""
-    names = set(files.names_in(folder))
+    """The paths in ``folder`` at which there may be a checkpoint; no leftovers, no links."""
+    # A link to one beside it would be counted for a second one by ``keep``, and have the first
+    # deleted.
+    names = {n for n in files.names_in(folder) if not files.is_link(os.path.join(folder, n))}
     names |= {home for name in names if (home := _home(name))}
     return [
         os.path.join(folder, name)
@@ -116,6 +118,8 @@ def next_sequence(folder: str) -> int:
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
     """The path of the newest whole checkpoint in ``folder``; None if it has none, or is not there.
+
+    Links to checkpoints are passed over.
 
     Whole: the manifest is undamaged, and all files are there with their sizes and headers. (The
     data's checksums are looked at by ``zshard.load``, and by ``zshard ckpt verify``.)

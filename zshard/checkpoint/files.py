@@ -172,6 +172,11 @@ def is_folder(path: str) -> bool:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
+def is_link(path: str) -> bool:
+    """Whether there is a symbolic link at ``path``."""
+    return os.path.islink(path)
+
+
 def names_in(folder: str) -> list[str]:
     """The names in a folder, sorted."""
     with _names(folder):
@@ -181,7 +186,7 @@ def names_in(folder: str) -> list[str]:
 def remove(path: str) -> None:
     """Remove a folder with all that is in it, or a file; what is not there (any more) is well."""
     with _names(path), suppress(FileNotFoundError):  # another job tidies the same folder
-        if is_folder(path) and not os.path.islink(path):
+        if is_folder(path) and not is_link(path):
             for name in sorted(os.listdir(path)):
                 remove(os.path.join(path, name))
             os.rmdir(path)

@@ -6,6 +6,7 @@ A range is [begin, end) in elements of the tensor in its memory order; see ``Seg
 from __future__ import annotations
 
 import ctypes
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -149,7 +150,8 @@ class HeldWhole(Held):
 
     def store(self, begin: int, values: torch.Tensor) -> None:
         """Into the tensor."""
-        self.scatter(torch.arange(begin, begin + values.numel()), values)
+        at = torch.arange(begin, begin + values.numel(), device="cpu")
+        self.scatter(at, values)
 
     def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
         """Into the tensor."""
@@ -192,7 +194,7 @@ def positions(
     shape: tuple[int, ...], order: tuple[int, ...], begin: int, end: int
 ) -> torch.Tensor:  # (end - begin,) int64
     """Where elements [begin, end) in memory order lie in C order."""
-    rest = torch.arange(begin, end)
+    rest = torch.arange(begin, end, device="cpu")
     at = torch.zeros_like(rest)
     c_stride = _c_strides(shape)
     for dim in reversed(order):  # the fastest first
@@ -209,7 +211,7 @@ def places(
     for dim, stride in enumerate(_c_strides(shape)):
         index = at // stride % shape[dim]
         faster = [shape[other] for other in order[order.index(dim) + 1 :]]
-        place += index * int(torch.tensor(faster, dtype=torch.int64).prod())
+        place += index * math.prod(faster)
     return place
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -103,13 +104,24 @@ def as_json(value: object, what: str) -> Json:
     Raises:
         InputError: naming the part that it would not.
     """
+    try:
+        found = _as_json(value, what)
+        json.dumps(found)  # which refuses whole numbers of thousands of digits
+    except InputError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{what} cannot be written as JSON: {error}") from error
+    return found
+
+
+def _as_json(value: object, what: str) -> Json:
     if isinstance(value, dict):
         for key in value:
             if type(key) is not str:
                 raise InputError(f"{what} has the key {key!r}; JSON has text for keys")
-        return {as_text(key, what): as_json(v, f"{what}[{key!r}]") for key, v in value.items()}
+        return {as_text(key, what): _as_json(v, f"{what}[{key!r}]") for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(item, f"{what}[{index}]") for index, item in enumerate(value)]
+        return [_as_json(item, f"{what}[{index}]") for index, item in enumerate(value)]
     if type(value) is float and not math.isfinite(value):
         raise InputError(f"{what} is {value}, which JSON does not have; store it as text")
     if type(value) is str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -70,7 +71,8 @@ def load(
     """
     schedule = schedule_of(model)
     label = catalogue.shown(path)
-    begin(schedule, f"load({label})", unusable_ok=True)
+    kind = None if optimizer is None else type(optimizer).__name__
+    begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
     found: list[tuple[str, Manifest]] = []
 
@@ -85,7 +87,7 @@ def load(
         raise CheckpointError(f"{label}: the ranks found different checkpoints there: {ids}")
     place, saved = found[0]
     work: list[tuple[Match, OptimizerMatch | None]] = []
-    generators = torch.empty(NBYTES, dtype=torch.uint8)
+    generators = torch.empty(NBYTES, dtype=torch.uint8, device="cpu")
 
     def compare() -> None:
         inventory = inventory_of(schedule)
@@ -95,6 +97,8 @@ def load(
         if optimizer is not None:
             states = match_optimizer(saved, optimizer, inventory)
             match.merge(states.match)
+        match.missing += [k for k in inventory.extra_state if k not in saved.extra_state]
+        match.unexpected += [k for k in saved.extra_state if k not in inventory.extra_state]
         if rng:
             states_of, key = saved.tensors.get("rng", {}), f"rank-{peers.rank:05d}"
             if len(states_of) != peers.size or key not in states_of:
@@ -137,7 +141,7 @@ def change(
         StateError: for a change that would leave such an optimizer as it is.
     """
     if schedule in _TORN:
-        peers.together(lambda: _check_torn(_TORN[schedule](), optimizer, peers.what))
+        peers.together(lambda: _check_torn(_TORN[schedule], optimizer, peers.what))
     schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
     if optimizer is not None:
         _TORN[schedule] = ref(optimizer)
@@ -157,7 +161,10 @@ def change(
     _TORN.pop(schedule, None)
 
 
-def _check_torn(torn: Optimizer | None, optimizer: Optimizer | None, what: str) -> None:
+def _check_torn(of: ref[Optimizer], optimizer: Optimizer | None, what: str) -> None:
+    if of() is not optimizer:
+        gc.collect()  # it may be deleted, and part of a cycle
+    torn = of()
     if torn is not None and torn is not optimizer:
         raise StateError(
             f"{what} would leave the states of the {type(torn).__name__} as a load that failed "

@@ -168,7 +168,7 @@ class _Reader:
 
     def _read(self, begin: int, end: int, xxh3: str) -> torch.Tensor:
         """Elements [begin, end) in the memory order that was saved."""
-        values = torch.empty(end - begin, dtype=self._dtype)
+        values = torch.empty(end - begin, dtype=self._dtype, device="cpu")
         self._read_into(values, begin, end, xxh3)
         return values
 

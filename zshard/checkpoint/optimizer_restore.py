@@ -170,10 +170,11 @@ def _match_groups(
             try:
                 if isinstance(optimizer, FusedOptimizer):
                     options = optimizer.own_settings(options)
+                # What the group does not have is a scheduler's, or the user's.
                 own_options = {
-                    k: _like(group[k], v)
+                    k: _like(group.get(k), v)
                     for k, v in options.items()
-                    if k != "params" and k in group
+                    if k not in ("params", "param_names")
                 }
             except (OptimizerError, TypeError, RuntimeError) as error:
                 found.match.problems.append(f"param_groups[{number}]: {error}")

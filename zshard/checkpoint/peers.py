@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import ClassVar, TypeVar
+from functools import partial
+from typing import ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,12 +72,12 @@ class Background(Peers):
     other, so that all ranks' threads meet in the same order too.
     """
 
-    # For each set of ranks: a gloo group holds threads and sockets, and nothing would end one that
-    # was made for a single model.
+    # For each mesh: a gloo group holds threads and sockets, and nothing would end one that was made
+    # for a single model. Those that failed are not there: gloo does not take them up again.
     _made: ClassVar[
         WeakKeyDictionary[
             dist.ProcessGroup,
-            dict[tuple[tuple[int, ...], timedelta], tuple[dist.ProcessGroup, ThreadPoolExecutor]],
+            dict[tuple[object, timedelta], tuple[dist.ProcessGroup, ThreadPoolExecutor]],
         ]
     ] = WeakKeyDictionary()
     _alone = ThreadPoolExecutor(1, "zshard-save")  # starts its thread at the first use
@@ -86,19 +87,22 @@ class Background(Peers):
         self.thread = self._alone
         if self.size == 1:
             return
-        everyone = comm.all_gather_object(dist.get_rank(), Tag(0, what, "root"))
-        ranks = tuple(rank for rank in everyone if isinstance(rank, int))
         control = comm.axes[0].control
         assert dist.group.WORLD is not None and control is not None
         timeout: timedelta = control._get_backend(torch.device("cpu")).options._timeout
         made = self._made.setdefault(dist.group.WORLD, {})
-        if (ranks, timeout) not in made:
+        key = comm.ranks, timeout
+        # A failure need not have been seen on every rank.
+        facts = comm.all_gather_object((dist.get_rank(), key in made), Tag(0, what, "root"))
+        ranks, there = zip(*cast("list[tuple[int, bool]]", facts), strict=True)
+        if not all(there):
             with comm.named_errors("new_group", Tag(0, what, "root")):
                 group = dist.new_group(
                     list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
                 )
-            made[ranks, timeout] = group, ThreadPoolExecutor(1, "zshard-save")
-        self._group, self.thread = made[ranks, timeout]
+            made[key] = group, ThreadPoolExecutor(1, "zshard-save")
+        self._group, self.thread = made[key]
+        self._forget = partial(made.pop, key, None)
         # torch numbers a group's ranks by their global ones.
         self._order = [sorted(ranks).index(rank) for rank in ranks]
 
@@ -109,6 +113,7 @@ class Background(Peers):
         try:
             dist.all_gather_object(everyone, item, self._group)
         except RuntimeError as error:
+            self._forget()
             raise CommError(
                 f"rank {self.rank} of {self.size} lost another rank at {self.what}: {error}"
             ) from error

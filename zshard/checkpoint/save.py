@@ -133,9 +133,10 @@ def save(
         StateError: inside a forward or backward; for a model without values.
     """
     schedule = schedule_of(model)
-    what = f"save({catalogue.shown(path)})"
+    # Only some ranks in the background would meet nobody there, each in a save of its own.
+    what = f"save({catalogue.shown(path)}{', asynchronous=True' if asynchronous else ''})"
     begin(schedule, what)
-    peers = Background(schedule.comm, what) if asynchronous else Peers(schedule.comm, what)
+    peers = Peers(schedule.comm, what)
 
     def take() -> Stock:
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -153,12 +154,15 @@ def save(
             }
         return stock
 
-    job = Job(peers, agree_on(peers, take))
-    if not isinstance(peers, Background):
-        job.run()
+    stock = agree_on(peers, take)
+    if not asynchronous:
+        Job(peers, stock).run()
         return None
+    # Only its thread meets others on its group: there may be another model's save under way.
+    background = Background(schedule.comm, what)
+    job = Job(background, stock)
     peers.together(job.take_snapshot)
-    handle = _PENDING[schedule] = SaveHandle(job, peers.thread.submit(_run, job))
+    handle = _PENDING[schedule] = SaveHandle(job, background.thread.submit(_run, job))
     return handle
 
 
@@ -179,13 +183,15 @@ def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
         MismatchError: on every rank, if the ranks are about to do different things.
         StateError: inside a forward, a backward or full_params; for a model without values.
     """
-    handle = _PENDING.pop(schedule, None)
+    handle = _PENDING.get(schedule)
     failure = None if handle is None else handle.failure()
     if isinstance(failure, CommError) and handle is not None and not handle.told:
+        del _PENDING[schedule]
         raise failure  # there is nobody to meet
     if schedule.whole:
         raise StateError(f"{what} inside zshard.full_params, whose changes are not taken in yet")
     schedule.begin_call(what, unusable_ok=unusable_ok)
+    _PENDING.pop(schedule, None)
     if handle is not None and failure is not None:
         # One rank may have waited, and another not: all raise, or none does.
         told = Peers(schedule.comm, what).together(lambda: handle.told)

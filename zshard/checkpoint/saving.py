@@ -165,6 +165,7 @@ class Job:
     def take_snapshot(self) -> None:
         """Copy what this rank is to write, so that training may go on."""
         self._tasks = [task._replace(held=Snapshot(task.held)) for task in self._tasks]
+        self._stock.tensors = {kind: {} for kind in self._stock.tensors}  # the model may go
 
     def run(self) -> None:
         """Write the checkpoint.
@@ -183,6 +184,8 @@ class Job:
                     with suppress(CheckpointError):
                         files.remove(self._place)
                 raise
+            finally:
+                self._tasks = []  # a handle outlives the copies
 
     def _begin(self, claim: ExitStack) -> None:
         """Make the folder and the files, with their headers."""

@@ -1,0 +1,129 @@
+"""Asynchronous saves beside what else may happen: other ranks' arguments, ends, slow disks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from checkpoints import build, train
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+
+
+def started(rank: int, **options: object) -> tuple[nn.Module, zshard.AdamW]:
+    """A model whose optimizer has states."""
+    model = build(0, **options)
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, optimizer, rank, range(1))
+    return model, optimizer
+
+
+def on_one_rank(rank: int, size: int, folder: str) -> None:
+    model, _ = started(rank)
+    zshard.save(f"{folder}/a", model, extra="old")
+    with pytest.raises(zshard.MismatchError, match="asynchronous=True"):
+        zshard.save(f"{folder}/a", model, extra="new", asynchronous=rank == 0)
+    assert os.listdir(folder) == ["a"]
+    assert zshard.load(f"{folder}/a", model).extra == "old"
+
+
+def test_a_save_that_is_asynchronous_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
+    run_ranks(on_one_rank, 2, str(tmp_path))
+
+
+def without_group(rank: int, size: int, folder: str) -> None:
+    model, optimizer = started(rank)
+    real = os.pwrite
+
+    def slow(*args: object) -> int:
+        time.sleep(0.01)
+        return real(*args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", slow)
+        handle = zshard.save(f"{folder}/a", model, optimizer, asynchronous=True)
+        dist.destroy_process_group()
+        assert not handle.done()
+        handle.wait()
+    assert os.listdir(folder) == ["a"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the end
+
+
+def test_a_save_under_way_outlives_the_process_group(tmp_path: Path) -> None:
+    run_ranks(without_group, 2, str(tmp_path))
+    model, optimizer = started(0)
+    zshard.load(tmp_path / "a", model, optimizer)
+
+
+def test_when_it_has_ended_neither_the_copy_nor_the_model_is_held(tmp_path: Path) -> None:
+    model, optimizer = started(0)
+    handle = zshard.save(tmp_path / "a", model, optimizer, asynchronous=True)
+    copies = [weakref.ref(task.held) for task in handle._job._tasks]
+    handle.wait()
+    gc.collect()
+    assert copies and not any(copy() for copy in copies)
+    assert handle.written_bytes == handle.total_bytes > 0
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_failure_is_kept_for_the_next_save_that_can_tell_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = started(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "broken")))
+        handle = zshard.save(tmp_path / "a", model, asynchronous=True)
+        while not handle.done():
+            time.sleep(0.01)
+    with zshard.full_params(model), pytest.raises(zshard.StateError):
+        zshard.save(tmp_path / "a", model)
+    with pytest.raises(zshard.CheckpointError, match="broken"):
+        zshard.save(tmp_path / "a", model)
+    zshard.save(tmp_path / "a", model)
+
+
+def two_models(rank: int, size: int, folder: str) -> None:
+    models = {"actor": build(0), "critic": build(1)}
+    for step in range(3):
+        for name, model in models.items():  # the second while the first's is being written
+            zshard.save(f"{folder}/{name}-{step}", model, extra=step, asynchronous=True)
+        zshard.save(f"{folder}/both-{step}", models["critic"])
+    for name, model in models.items():
+        assert zshard.load(f"{folder}/{name}-2", model).extra == 2
+
+
+def test_the_saves_of_two_models_do_not_meet_each_other(tmp_path: Path) -> None:
+    run_ranks(two_models, 2, str(tmp_path))
+
+
+def late(rank: int, size: int, folder: str) -> None:
+    model, _ = started(rank, mesh=dist.new_group(timeout=timedelta(seconds=2)))
+    real, delays = os.pwrite, [4 * rank]
+
+    def slow(*args: object) -> int:
+        time.sleep(delays.pop() if delays else 0)
+        return real(*args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", slow)
+        handle = zshard.save(f"{folder}/a", model, asynchronous=True)
+        with pytest.raises(zshard.CommError):
+            handle.wait()
+    dist.barrier()  # of the default group, which waits longer
+    zshard.save(f"{folder}/a", model, extra="again", asynchronous=True).wait()
+    assert zshard.load(f"{folder}/a", model).extra == "again"
+
+
+def test_after_a_rank_was_too_slow_for_one_the_next_works(tmp_path: Path) -> None:
+    run_ranks(late, 2, str(tmp_path))
