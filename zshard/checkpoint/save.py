@@ -135,7 +135,9 @@ def save(
     schedule = schedule_of(model)
     what = f"save({catalogue.shown(path)})"
     begin(schedule, what)
-    peers = Background(schedule.comm, what) if asynchronous else Peers(schedule.comm, what)
+    # The background's group is for its thread alone, which another model's save may be using.
+    peers = Peers(schedule.comm, what)
+    background = Background(schedule.comm, what) if asynchronous else None
 
     def take() -> Stock:
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -153,12 +155,12 @@ def save(
             }
         return stock
 
-    job = Job(peers, agree_on(peers, take))
-    if not isinstance(peers, Background):
+    job = Job(background or peers, agree_on(peers, take))
+    if background is None:
         job.run()
         return None
     peers.together(job.take_snapshot)
-    handle = _PENDING[schedule] = SaveHandle(job, peers.thread.submit(_run, job))
+    handle = _PENDING[schedule] = SaveHandle(job, background.thread.submit(_run, job))
     return handle
 
 
