@@ -98,7 +98,9 @@ def match_model(
             match.missing.append(name)
             continue
         if len(there) > 1 and not cast:
-            match.problems.append(f"{name}: one tensor in the model, and several there: {there}")
+            match.problems.append(
+                f"{name}: one tensor in the model, and several there: {sorted(there)}"
+            )
         key = next(aliases.get(n, n) for n in names if aliases.get(n, n) in stored)
         master = inventory.masters.get(name)
         of_master = masters.get(key)
