@@ -165,7 +165,8 @@ def export(
             "model": {
                 name: _Cast(held, dtype) if dtype and held.dtype.is_floating_point else held
                 for name, held in stock.tensors["model"].items()
-            }
+            },
+            "master": {},
         }
         stock.texts = _configs(model, dtype)
         return stock
