@@ -198,7 +198,9 @@ def test_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     zshard.save(tmp_path / "a", model, optimizer)
     with pytest.raises(zshard.CheckpointError, match="the optimizer's states: missing"):
         zshard.load(tmp_path / "bare", model, optimizer)
-    with pytest.raises(zshard.CheckpointError, match="AdamW was saved, and it is SGD now"):
+    with pytest.raises(
+        zshard.CheckpointError, match="loaded:\n.*AdamW was saved, and it is SGD now"
+    ):
         zshard.load(tmp_path / "a", model, zshard.SGD(model.parameters()))
     params = list(model.parameters())
     halves = zshard.AdamW([{"params": params[:5]}, {"params": params[5:]}])

@@ -63,7 +63,8 @@ class Match:
         if strict:
             lines += [f"{name}: not in the model" for name in self.unexpected]
         if lines:
-            remedy = " (strict=False allows what is missing or unexpected)" if strict else ""
+            helps = strict and (self.missing or self.unexpected)
+            remedy = " (strict=False allows what is missing or unexpected)" if helps else ""
             raise CheckpointError(
                 f"{where} does not fit the model, and nothing was loaded{remedy}:\n  "
                 + "\n  ".join(lines)
