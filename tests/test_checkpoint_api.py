@@ -16,6 +16,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
+from zshard.checkpoint import catalogue
 
 
 def plain(seed: int = 0) -> tuple[nn.Module, zshard.AdamW]:
@@ -144,6 +145,22 @@ def test_what_others_put_into_a_checkpoint_is_not_deleted_with_it(tmp_path: Path
     assert (tmp_path / "1/notes.md").exists() and (tmp_path / "2/inner/checkpoint.json").exists()
 
 
+def test_latest_finds_a_checkpoint_that_is_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = plain()
+    zshard.save(tmp_path / "a", model)
+    is_whole = catalogue.is_whole
+
+    def replaced_before_it_is_read(target: str) -> bool:
+        monkeypatch.setattr(catalogue, "is_whole", is_whole)
+        zshard.save(tmp_path / "a", model)
+        return False
+
+    monkeypatch.setattr(catalogue, "is_whole", replaced_before_it_is_read)
+    assert zshard.latest(tmp_path) == str(tmp_path / "a")
+
+
 def other_models(rank: int, size: int, folder: str) -> None:
     model, optimizer = plain()
     train(model, optimizer, rank, range(2))
@@ -199,7 +216,7 @@ def test_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(zshard.CheckpointError, match="the optimizer's states: missing"):
         zshard.load(tmp_path / "bare", model, optimizer)
     with pytest.raises(
-        zshard.CheckpointError, match="loaded:\n.*AdamW was saved, and it is SGD now"
+        zshard.CheckpointError, match=r"loaded:\n.*AdamW was saved, and it is SGD now"
     ):
         zshard.load(tmp_path / "a", model, zshard.SGD(model.parameters()))
     params = list(model.parameters())

@@ -133,7 +133,14 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     given = os.fspath(folder)
     if not files.exists(given):
         return None
-    return next((path for _, path in checkpoints_in(given) if is_whole(path)), None)
+    while True:
+        before = files.inodes_in(given)
+        for _, path in checkpoints_in(given):
+            if is_whole(path):
+                return path
+        if files.inodes_in(given) == before:
+            return None
+        # Another job has replaced a checkpoint while this one looked at its files.
 
 
 def check_target(target: str) -> None:
