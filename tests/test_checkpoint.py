@@ -178,6 +178,25 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_called(tmp_path: Path, siz
         assert before == after
 
 
+def two_at_once(rank: int, size: int, folder: str) -> None:
+    made = [build(seed) for seed in (1, 2)]
+    for turn in range(4):  # the second model's save begins while the first's is being written
+        handles = [
+            zshard.save(f"{folder}/{turn}-{name}", model, asynchronous=True)
+            for name, model in zip("ab", made, strict=True)
+        ]
+        for handle in handles[:: 1 if rank else -1]:
+            assert handle is not None
+            handle.wait()
+    for name, model in zip("ab", made, strict=True):
+        zshard.load(f"{folder}/3-{name}", other := build(3))
+        assert_same(zshard.state_dict(other), zshard.state_dict(model), name)
+
+
+def test_asynchronous_saves_of_two_models_at_once_are_both_whole(tmp_path: Path) -> None:
+    run_ranks(two_at_once, 2, str(tmp_path))
+
+
 def numbers(rank: int, size: int, folder: str) -> None:
     import random
 

@@ -16,6 +16,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
+from zshard.checkpoint import catalogue
 
 
 def plain(seed: int = 0) -> tuple[nn.Module, zshard.AdamW]:
@@ -110,6 +111,8 @@ def no_checkpoint(rank: int, size: int, folder: str) -> None:
     for bad in (None, 3, "", b"bytes", "a\0b"):
         with pytest.raises(zshard.InputError, match="path="):
             zshard.save(bad, model)  # type: ignore[arg-type]
+    with pytest.raises(zshard.InputError, match="folder=None"):
+        zshard.latest(None)  # type: ignore[arg-type]
     for keep in (0, -1, True, 1.5):
         with pytest.raises(zshard.InputError, match="keep="):
             zshard.save(f"{folder}/a", model, keep=keep)  # type: ignore[arg-type]
@@ -126,6 +129,43 @@ def no_checkpoint(rank: int, size: int, folder: str) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_no_checkpoint_is_neither_loaded_nor_overwritten(tmp_path: Path, size: int) -> None:
     run_ranks(no_checkpoint, size, str(tmp_path))
+
+
+def things_inside(rank: int, size: int, folder: str) -> None:
+    model, _ = plain()
+    zshard.save(f"{folder}/1", model)
+    if rank == 0:
+        Path(folder, "1/notes.md").touch()
+    zshard.save(f"{folder}/2", model)
+    zshard.save(f"{folder}/2/inner", model)
+    for path, there in ("1", "notes.md"), ("2", "inner"):
+        for write in zshard.save, zshard.export:
+            with pytest.raises(zshard.CheckpointError, match=f"{folder}/{path}: .*: {there}; move"):
+                write(f"{folder}/{path}", model)
+    zshard.save(f"{folder}/3", model, keep=1)
+    zshard.save(f"{folder}/4", model, keep=1)
+
+
+def test_what_others_put_into_a_checkpoint_is_not_deleted_with_it(tmp_path: Path) -> None:
+    run_ranks(things_inside, 2, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "4"]
+    assert (tmp_path / "1/notes.md").exists() and (tmp_path / "2/inner/checkpoint.json").exists()
+
+
+def test_latest_finds_a_checkpoint_that_is_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = plain()
+    zshard.save(tmp_path / "a", model)
+    is_whole = catalogue.is_whole
+
+    def replaced_before_it_is_read(target: str) -> bool:
+        monkeypatch.setattr(catalogue, "is_whole", is_whole)
+        zshard.save(tmp_path / "a", model)
+        return False
+
+    monkeypatch.setattr(catalogue, "is_whole", replaced_before_it_is_read)
+    assert zshard.latest(tmp_path) == str(tmp_path / "a")
 
 
 def other_models(rank: int, size: int, folder: str) -> None:
@@ -182,7 +222,9 @@ def test_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     zshard.save(tmp_path / "a", model, optimizer)
     with pytest.raises(zshard.CheckpointError, match="the optimizer's states: missing"):
         zshard.load(tmp_path / "bare", model, optimizer)
-    with pytest.raises(zshard.CheckpointError, match="AdamW was saved, and it is SGD now"):
+    with pytest.raises(
+        zshard.CheckpointError, match=r"loaded:\n.*AdamW was saved, and it is SGD now"
+    ):
         zshard.load(tmp_path / "a", model, zshard.SGD(model.parameters()))
     params = list(model.parameters())
     halves = zshard.AdamW([{"params": params[:5]}, {"params": params[5:]}])

@@ -188,6 +188,21 @@ def test_verify_finds_a_bit_flipped_anywhere(
     assert ckpt(capsys, "verify", folder / "step-1")[0] == 0
 
 
+def test_what_was_exported_can_be_looked_at_verified_and_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, other = build(1), build(2)
+    zshard.export(tmp_path / "a", model)
+    status, out, _ = ckpt(capsys, "info", tmp_path / "a")
+    assert status == 0 and "weights only, by zshard.export" in out
+    assert ckpt(capsys, "verify", tmp_path / "a")[0] == 0
+    zshard.load(tmp_path / "a", other)
+    for name, value in zshard.state_dict(model).items():
+        assert torch.equal(zshard.state_dict(other)[name], value), name
+    with pytest.raises(zshard.CheckpointError, match="the optimizer's states: missing there"):
+        zshard.load(tmp_path / "a", other, zshard.AdamW(other.parameters()))
+
+
 @pytest.mark.parametrize("action", ["info", "verify"])
 def test_where_there_is_no_checkpoint_the_path_is_named(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,6 +20,9 @@ kTorchOptimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw_foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-6, foreach=True),
     "adamw_loop": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-6, foreach=False),
     "adam_amsgrad": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-6, amsgrad=True),
+    "adamw_foreach_amsgrad": lambda m: torch.optim.AdamW(
+        m.parameters(), lr=1e-2, eps=1e-6, foreach=True, amsgrad=True
+    ),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=5e-2),
     "sgd_momentum": lambda m: torch.optim.SGD(
         m.parameters(), lr=5e-2, momentum=0.9, nesterov=True, weight_decay=0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ _ELEMENTWISE = frozenset(
     )
 )
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-_NOT_ELEMENTWISE_FOREACH = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
+_NOT_ELEMENTWISE_FOREACH = re.compile(r"aten::_foreach_(norm|max|powsum)\b")
 
 
 def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -81,7 +82,7 @@ def _sharded_arguments(args: object, kwargs: object) -> list[Sharded]:
 
 def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
     name = func._schema.name
-    foreach = name.startswith("aten::_foreach_") and not name.startswith(_NOT_ELEMENTWISE_FOREACH)
+    foreach = name.startswith("aten::_foreach_") and not _NOT_ELEMENTWISE_FOREACH.match(name)
     # torch tags aten::equal as pointwise too, but its one answer is about all elements.
     pointwise = torch.Tag.pointwise in func.tags and name != "aten::equal"
     if foreach or name in _ELEMENTWISE or pointwise:

@@ -22,6 +22,10 @@ from . import files
 from .manifest import NAME, check_files, read_manifest, read_sequence
 
 _REPLACED = ".replaced"
+_OWN = re.compile(
+    r"(model|master|optimizer|rng)(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+    rf"|{re.escape(NAME)}|(generation_)?config\.json"
+)
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(saving|deleted)")
 
 
@@ -125,12 +129,22 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     data's checksums are looked at by ``zshard.load``, and by ``zshard ckpt verify``.)
 
     Raises:
+        InputError: if it is no path.
         CheckpointError: if the folder cannot be read.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise InputError(f"folder={folder!r}: expected the path of a folder")
     given = os.fspath(folder)
     if not files.exists(given):
         return None
-    return next((path for _, path in checkpoints_in(given) if is_whole(path)), None)
+    while True:
+        before = files.inodes_in(given)
+        for _, path in checkpoints_in(given):
+            if is_whole(path):
+                return path
+        if files.inodes_in(given) == before:
+            return None
+        # Another job has replaced a checkpoint while this one looked at its files.
 
 
 def check_target(target: str) -> None:
@@ -139,7 +153,15 @@ def check_target(target: str) -> None:
     Raises:
         CheckpointError: if it would.
     """
-    if not files.exists(target) or files.exists(os.path.join(target, NAME)):
+    if not files.exists(target):
+        return
+    if files.exists(os.path.join(target, NAME)):
+        if others := _others_in(target):
+            raise CheckpointError(
+                f"{target}: is a checkpoint with other things in it, which would be deleted with "
+                f"it: {', '.join(others[:3])}{', ...' if others[3:] else ''}; move them, or name a "
+                "new folder"
+            )
         return
     if not files.is_folder(target):
         raise CheckpointError(f"{target}: is a file, which a checkpoint cannot replace")
@@ -147,6 +169,11 @@ def check_target(target: str) -> None:
         raise CheckpointError(
             f"{target}: is a folder with other things in it, and no checkpoint; name a new folder"
         )
+
+
+def _others_in(place: str) -> list[str]:
+    """What is in a checkpoint's folder and was not written by a save."""
+    return sorted(name for name in files.names_in(place) if not _OWN.fullmatch(name))
 
 
 def tidy(target: str) -> None:
@@ -204,12 +231,17 @@ def commit(written: str, target: str) -> None:
 
 
 def prune(target: str, save_id: str, keep: int) -> None:
-    """Delete all whole checkpoints beside ``target`` but the newest, ``keep`` with it."""
+    """Delete all whole checkpoints beside ``target`` but the newest, ``keep`` with it.
+
+    Those with other things in them stay.
+    """
     folder = os.path.dirname(target)
     with _is_saved(target):
         others = [p for _, p in checkpoints_in(folder) if p != target and is_whole(p)]
         gone: list[str] = []
         for path in reversed(others[keep - 1 :]):  # the oldest first
+            if _others_in(find(path)):
+                continue
             gone.append(os.path.join(folder, f".{os.path.basename(path)}.{save_id}.deleted"))
             files.rename(find(path), gone[-1])
         if gone:

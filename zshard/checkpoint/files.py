@@ -183,6 +183,12 @@ def names_in(folder: str) -> list[str]:
         return sorted(os.listdir(folder))
 
 
+def inodes_in(folder: str) -> dict[str, int]:
+    """The entries of a folder, and what tells one from another that takes its name."""
+    with _names(folder), os.scandir(folder) as entries:
+        return {entry.name: entry.inode() for entry in entries}
+
+
 def remove(path: str) -> None:
     """Remove a folder with all that is in it, or a file; what is not there (any more) is well."""
     with _names(path), suppress(FileNotFoundError):  # another job tidies the same folder

@@ -63,7 +63,8 @@ class Match:
         if strict:
             lines += [f"{name}: not in the model" for name in self.unexpected]
         if lines:
-            remedy = " (strict=False allows what is missing or unexpected)" if strict else ""
+            helps = strict and (self.missing or self.unexpected)
+            remedy = " (strict=False allows what is missing or unexpected)" if helps else ""
             raise CheckpointError(
                 f"{where} does not fit the model, and nothing was loaded{remedy}:\n  "
                 + "\n  ".join(lines)
@@ -98,7 +99,9 @@ def match_model(
             match.missing.append(name)
             continue
         if len(there) > 1 and not cast:
-            match.problems.append(f"{name}: one tensor in the model, and several there: {there}")
+            match.problems.append(
+                f"{name}: one tensor in the model, and several there: {sorted(there)}"
+            )
         key = next(aliases.get(n, n) for n in names if aliases.get(n, n) in stored)
         master = inventory.masters.get(name)
         of_master = masters.get(key)
