@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from torch import nn
 import zshard
 
 
-def plain() -> nn.Module:
-    torch.manual_seed(0)
+def plain(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return zshard.wrap(models.Blocks())
 
 
@@ -78,3 +79,56 @@ def test_other_saves_into_the_same_folder_are_left_alone(tmp_path: Path) -> None
         assert sorted(os.listdir(tmp_path)) == [alive.name, "a"]
     zshard.save(tmp_path / "a", model)
     assert os.listdir(tmp_path) == ["a"]
+
+
+def replaced_while_read(rank: int, size: int, folder: str) -> None:
+    load = importlib.import_module("zshard.checkpoint.load")  # not the function of that name
+    model, new = plain(), plain(1)
+    zshard.save(f"{folder}/a", model, extra="old")
+    zshard.save(f"{folder}/b", new, extra="new")
+    real = load.fill
+
+    def fill(place: str, *rest: object) -> None:
+        if rank == 0 and os.path.exists(f"{folder}/b"):
+            os.rename(f"{folder}/a", f"{folder}/gone")
+            os.rename(f"{folder}/b", f"{folder}/a")
+        real(place, *rest)
+
+    load.fill = fill
+    assert zshard.load(f"{folder}/a", model).extra == "new"
+    for name, _ in model.named_parameters():
+        assert torch.equal(zshard.full_param(model, name), zshard.full_param(new, name))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_loaded_anew(
+    tmp_path: Path, size: int
+) -> None:
+    run_ranks(replaced_while_read, size, str(tmp_path))
+
+
+def test_an_export_does_not_replace_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = zshard.AdamW(model.parameters())
+    zshard.save(tmp_path / "a", model, optimizer)
+    with pytest.raises(zshard.CheckpointError, match="go on from"):
+        zshard.export(tmp_path / "a", model)
+    assert zshard.load(tmp_path / "a", model, optimizer) == zshard.Loaded()
+
+
+def test_a_buffer_whose_elements_share_memory_is_saved_and_refused_by_a_load(
+    tmp_path: Path,
+) -> None:
+    module = torch.nn.Linear(3, 3)
+    module.register_buffer("turned", torch.randn(300, 400).t())
+    model = zshard.wrap(module)
+    zshard.save(tmp_path / "a", model)
+    wanted = module.turned.clone()
+    module.turned.zero_()
+    zshard.load(tmp_path / "a", model)
+    assert torch.equal(module.turned, wanted)
+    module.turned = torch.zeros(1, 300).expand(400, 300)
+    zshard.save(tmp_path / "b", model)
+    with pytest.raises(zshard.CheckpointError, match=r"turned: its elements share memory"):
+        zshard.load(tmp_path / "b", model)
+    assert model(torch.randn(2, 3)).shape == (2, 3)

@@ -147,8 +147,11 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
         # Another job has replaced a checkpoint while this one looked at its files.
 
 
-def check_target(target: str) -> None:
+def check_target(target: str, *, exported: bool) -> None:
     """Make sure that a save to ``target`` overwrites nothing but a checkpoint.
+
+    Args:
+        exported: nor one to go on from.
 
     Raises:
         CheckpointError: if it would.
@@ -161,6 +164,11 @@ def check_target(target: str) -> None:
                 f"{target}: is a checkpoint with other things in it, which would be deleted with "
                 f"it: {', '.join(others[:3])}{', ...' if others[3:] else ''}; move them, or name a "
                 "new folder"
+            )
+        if exported and read_sequence(target):
+            raise CheckpointError(
+                f"{target}: is a checkpoint to go on from, and would be replaced by weights alone; "
+                "export to another folder"
             )
         return
     if not files.is_folder(target):

@@ -46,7 +46,13 @@ class Source(Part, ABC):
 
 
 class Sink(Part, ABC):
-    """A tensor that is loaded. Values come 1-D, on the CPU, and are cast as ``copy_`` does."""
+    """A tensor that is loaded. Values come 1-D, on the CPU, and are cast as ``copy_`` does.
+
+    Attributes:
+        obstacle: why it cannot be loaded; "" if it can.
+    """
+
+    obstacle = ""
 
     @abstractmethod
     def store(self, begin: int, values: torch.Tensor) -> None:
@@ -143,31 +149,37 @@ class HeldWhole(Held):
         order = tuple(range(tensor.ndim))
         super().__init__(tensor.shape, tensor.dtype, order, here, here if saves else Range(0, 0))
         self._tensor = tensor.detach()
+        # Memory in another order is read and written by index, so that none of it is copied whole.
+        self._flat = self._tensor.view(-1) if tensor.is_contiguous() else None
+        overlap = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        self.obstacle = "its elements share memory (expand); clone it" if overlap else ""
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """A view, or a copy where memory is in another order."""
-        return self._tensor.reshape(-1)[begin:end]
+        if self._flat is not None:
+            return self._flat[begin:end]
+        return self._tensor[self._index(torch.arange(begin, end, device="cpu"))]
 
     def store(self, begin: int, values: torch.Tensor) -> None:
         """Into the tensor."""
-        at = torch.arange(begin, begin + values.numel(), device="cpu")
-        self.scatter(at, values)
+        if self._flat is not None:
+            self._flat[begin : begin + values.numel()].copy_(values)
+        else:
+            self.scatter(torch.arange(begin, begin + values.numel(), device="cpu"), values)
 
     def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
         """Into the tensor."""
-        device = self._tensor.device
-        whole = self._tensor.reshape(-1)
-        whole[at.to(device)] = values.to(device, self.dtype)
-        if not self._tensor.is_contiguous():  # it was a copy
-            self._tensor.copy_(whole.view(self.shape))
+        self._tensor[self._index(at)] = values.to(self._tensor.device, self.dtype)
+
+    def _index(self, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.unravel_index(at.to(self._tensor.device), self.shape)
 
     def memory(self) -> torch.Tensor | None:
         """The tensor itself, where memory is in C order, on the CPU."""
-        tensor = self._tensor
-        if not tensor.is_cpu or not tensor.is_contiguous():
+        if self._flat is None or not self._flat.is_cpu:
             return None
-        torch.autograd.graph.increment_version(tensor)  # which reading into memory does not
-        return tensor.view(-1)
+        torch.autograd.graph.increment_version(self._tensor)  # which reading into memory does not
+        return self._flat
 
 
 class Snapshot(Source):

@@ -25,6 +25,8 @@ from .peers import Peers
 from .rng import NBYTES, set_random_state
 from .save import begin
 
+Path = str | os.PathLike[str]
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -42,7 +44,7 @@ class Loaded:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Path,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
@@ -55,7 +57,8 @@ def load(
     precision than the one that was saved: parameters and states get the same bits.
 
     Args:
-        path: of a checkpoint, as given to ``save``, or from ``latest``.
+        path: of a checkpoint, as given to ``save``, or from ``latest``. If another job replaces it
+            meanwhile, what is there then is loaded; never a part of each.
         optimizer: of the class that was saved (by name, so torch's AdamW for zshard's will do).
             Without it the optimizer's states in the checkpoint are left there.
         strict: refuse what is missing or unexpected; otherwise it is left as it is, and returned.
@@ -74,13 +77,49 @@ def load(
     kind = None if optimizer is None else type(optimizer).__name__
     begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
+    for _ in range(_ATTEMPTS - 1):
+        seen: list[str] = []
+        try:
+            return _load(path, label, model, optimizer, peers, seen, strict=strict, rng=rng)
+        except CheckpointError:
+            if not any(peers.together(lambda seen=seen: _is_another(path, seen))):  # type: ignore[misc]
+                raise
+    return _load(path, label, model, optimizer, peers, [], strict=strict, rng=rng)
+
+
+# Another job may replace the checkpoint while it is read: what is there then is loaded instead.
+_ATTEMPTS = 20
+
+
+def _is_another(path: Path, seen: list[str]) -> bool:
+    """Whether the checkpoint at ``path`` is not (any more) that of the id ``seen``."""
+    try:
+        now = read_manifest(catalogue.find(catalogue.absolute(path))).id
+    except CheckpointError:
+        return False
+    return [now] != seen
+
+
+def _load(
+    path: Path,
+    label: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    peers: Peers,
+    seen: list[str],  # takes the id of the checkpoint that was found
+    *,
+    strict: bool,
+    rng: bool,
+) -> Loaded:
+    schedule = schedule_of(model)
     found: list[tuple[str, Manifest]] = []
 
     def read() -> str:
         place = catalogue.find(catalogue.absolute(path))
         found.append((place, read_manifest(place)))
+        seen.append(found[0][1].id)
         check_files(found[0][1], place)
-        return found[0][1].id
+        return seen[0]
 
     ids = peers.together(read)
     if len(set(ids)) > 1:

@@ -32,7 +32,9 @@ class Match:
 
     def add(self, name: str, stored: Stored, held: Sink, *, cast: bool = False) -> None:
         """Note that ``stored`` goes to ``held``, if it fits."""
-        if tuple(stored.shape) != tuple(held.shape):
+        if held.obstacle:
+            self.problems.append(f"{name}: {held.obstacle}")
+        elif tuple(stored.shape) != tuple(held.shape):
             shapes = f"of shape {stored.shape}, and {tuple(held.shape)} in the model"
             self.problems.append(f"{name}: {shapes}")
         elif stored.torch_dtype != held.dtype and not cast:

@@ -191,7 +191,7 @@ class Job:
         """Make the folder and the files, with their headers."""
         files.make_parents(os.path.dirname(self.target))
         catalogue.tidy(self.target)
-        catalogue.check_target(self.target)
+        catalogue.check_target(self.target, exported=self._stock.exported)
         files.make_folder(self._place)
         claim.enter_context(catalogue.claimed(self._place))
         for planned in self._files:

@@ -142,7 +142,7 @@ def export(
     written as ``save`` writes, whole or absent.
 
     Args:
-        path: a new folder, or one that ``export`` or ``save`` has written.
+        path: a new folder, or one that ``export`` has written.
         dtype: of the floating-point tensors; None leaves the parameters' own.
 
     Raises:
