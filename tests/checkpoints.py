@@ -46,6 +46,13 @@ def build(seed: int, **options: object) -> nn.Module:
     return zshard.wrap(Everything(), ignored=["aside"], **options)
 
 
+def plain(seed: int = 0) -> tuple[nn.Module, zshard.AdamW]:
+    """Wrap a small model, with the same values on every rank, and make its optimizer."""
+    torch.manual_seed(seed)
+    model = zshard.wrap(models.Blocks())
+    return model, zshard.AdamW(model.parameters())
+
+
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range
 ) -> list[float]:

@@ -11,19 +11,12 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from checkpoints import build, train
+from checkpoints import plain, train
 from ranks import run_ranks
 from torch import nn
 
 import zshard
 from zshard.checkpoint import catalogue
-
-
-def plain(seed: int = 0) -> tuple[nn.Module, zshard.AdamW]:
-    torch.manual_seed(seed)
-    model = zshard.wrap(models.Blocks())
-    return model, zshard.AdamW(model.parameters())
-
 
 _ENDLESS: list[object] = []
 _ENDLESS.append(_ENDLESS)
@@ -213,116 +206,6 @@ def other_models(rank: int, size: int, folder: str) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_does_not_fit_is_listed_whole_and_changes_nothing(tmp_path: Path, size: int) -> None:
     run_ranks(other_models, size, str(tmp_path))
-
-
-def test_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    model, optimizer = plain()
-    train(model, optimizer, 0, range(1))
-    zshard.save(tmp_path / "bare", model)
-    zshard.save(tmp_path / "a", model, optimizer)
-    with pytest.raises(zshard.CheckpointError, match="the optimizer's states: missing"):
-        zshard.load(tmp_path / "bare", model, optimizer)
-    with pytest.raises(
-        zshard.CheckpointError, match=r"loaded:\n.*AdamW was saved, and it is SGD now"
-    ):
-        zshard.load(tmp_path / "a", model, zshard.SGD(model.parameters()))
-    params = list(model.parameters())
-    halves = zshard.AdamW([{"params": params[:5]}, {"params": params[5:]}])
-    assert zshard.load(tmp_path / "a", model, halves) == zshard.Loaded()
-    zshard.save(tmp_path / "b", model, halves)
-    with pytest.raises(zshard.CheckpointError, match=r"its parameters were in groups \[0, 1\]"):
-        zshard.load(tmp_path / "b", model, optimizer)
-
-
-def test_an_optimizer_that_a_failed_load_has_torn_is_loaded_too_or_deleted(tmp_path: Path) -> None:
-    model, optimizer = plain()
-    train(model, optimizer, 0, range(1))
-    zshard.save(tmp_path / "a", model, optimizer)
-    zshard.save(tmp_path / "b", model, optimizer)
-    file = tmp_path / "b/optimizer.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    for attempt in range(2):
-        with pytest.raises(zshard.CheckpointError, match="are damaged"):
-            zshard.load(tmp_path / "b", model, optimizer)
-        for alone in (zshard.load, lambda path, model: zshard.load_weights(model, path)):
-            with pytest.raises(zshard.StateError, match="states of the AdamW"):
-                alone(tmp_path / "a", model)
-            with pytest.raises(zshard.StateError, match="failed halfway"):
-                model(torch.randn(4, 3))
-        if attempt == 0:
-            zshard.load(tmp_path / "a", model, optimizer)
-            train(model, optimizer, 0, range(1, 2))
-    optimizer.itself = optimizer  # as in the cycles that schedulers and tracebacks make
-    del optimizer
-    zshard.load(tmp_path / "a", model)
-    train(model, zshard.AdamW(model.parameters()), 0, range(1))
-
-
-def test_torchs_adamw_goes_on_from_zshards(tmp_path: Path) -> None:
-    model, optimizer = plain()
-    train(model, optimizer, 0, range(2))
-    zshard.save(tmp_path / "a", model, optimizer)
-    other, _ = plain(1)
-    theirs = torch.optim.AdamW(other.parameters(), lr=1.0)
-    zshard.load(tmp_path / "a", other, theirs)
-    assert theirs.param_groups[0]["lr"] == 1e-3
-    for mine, own in zip(model.parameters(), other.parameters(), strict=True):
-        state = theirs.state[own]
-        assert state["step"].dtype == torch.int64 and int(state["step"]) == 2
-        assert torch.equal(state["exp_avg"].local, optimizer.state[mine]["exp_avg"])
-    losses = train(other, theirs, 0, range(2, 4))
-    wanted = train(model, optimizer, 0, range(2, 4))
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
-
-
-def test_what_a_scheduler_keeps_in_the_groups_comes_back(tmp_path: Path) -> None:
-    model, optimizer = plain()
-    torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    assert optimizer.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["lr"]
-    optimizer.param_groups[0]["lr"] /= 4
-    zshard.save(tmp_path / "a", model, optimizer)
-    other, again = plain()
-    zshard.load(tmp_path / "a", other, again)
-    assert again.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["initial_lr"]
-    torch.optim.lr_scheduler.StepLR(again, 2, last_epoch=4)
-
-
-def test_a_rule_that_zshards_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:
-    model, _ = plain()
-    theirs = torch.optim.AdamW(model.parameters(), maximize=True)
-    train(model, theirs, 0, range(1))
-    zshard.save(tmp_path / "a", model, theirs)
-    with pytest.raises(zshard.CheckpointError, match="maximize=True"):
-        zshard.load(tmp_path / "a", model, zshard.AdamW(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        lambda p: torch.optim.NAdam(p, lr=0.01),
-        lambda p: torch.optim.Adagrad(p, lr=0.1),
-        lambda p: torch.optim.Adadelta(p),
-        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-        lambda p: torch.optim.AdamW(p, amsgrad=True),
-        lambda p: zshard.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: zshard.SGD(p, lr=0.1),
-        lambda p: zshard.Adam(p),
-    ],
-)
-def test_every_elementwise_optimizer_goes_on_bitwise(
-    tmp_path: Path, make: Callable[[object], torch.optim.Optimizer]
-) -> None:
-    model = build(1)
-    optimizer = make(model.parameters())
-    train(model, optimizer, 0, range(2))
-    zshard.save(tmp_path / "a", model, optimizer)
-    wanted = train(model, optimizer, 0, range(2, 4))
-    other = build(2)
-    again = make(other.parameters())
-    zshard.load(tmp_path / "a", other, again)
-    assert train(other, again, 0, range(2, 4)) == wanted
 
 
 class WithExtraState(nn.Linear):

@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 
 from ..errors import CheckpointError, InputError
 from . import files
-from .manifest import NAME, check_files, read_manifest, read_sequence
+from .manifest import NAME
+from .manifest_reading import check_files, read_manifest, read_sequence
 
 _REPLACED = ".replaced"
 _OWN = re.compile(

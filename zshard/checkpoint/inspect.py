@@ -15,7 +15,8 @@ from ..layout import Range
 from . import catalogue
 from .held import Sink
 from .loading import fill
-from .manifest import Json, Manifest, Stored, check_files, read_manifest
+from .manifest import Json, Manifest, Stored
+from .manifest_reading import check_files, read_manifest
 
 
 @dataclass(frozen=True)

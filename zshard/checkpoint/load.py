@@ -19,7 +19,8 @@ from . import catalogue
 from .held import HeldWhole
 from .inventory import inventory_of, set_extra_state
 from .loading import Match, fill, match_model
-from .manifest import Json, Manifest, check_files, read_manifest
+from .manifest import Json, Manifest
+from .manifest_reading import check_files, read_manifest
 from .optimizer_restore import OptimizerMatch, match_optimizer
 from .peers import Peers
 from .rng import NBYTES, set_random_state
