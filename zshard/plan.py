@@ -167,6 +167,8 @@ def plan(
         raise InputError(f"world_size={world_size!r}: expected a number of ranks, 1 or more")
     if type(prefetch) is not int or prefetch < 0:
         raise InputError(f"prefetch={prefetch!r}: expected a whole number of units, 0 or more")
+    if type(activations) is not int or activations < 0:
+        raise InputError(f"activations={activations!r}: expected bytes, 0 or more")
     if optimizer not in STATES:
         raise InputError(f"optimizer={optimizer!r}: expected one of {', '.join(STATES)}")
     if backend not in (None, "nccl", "gloo"):

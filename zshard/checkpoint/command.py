@@ -84,7 +84,7 @@ def _page(summary: Summary) -> str:
         lines.append((name, f"{_megabytes(kind.nbytes)} in {kind.tensors} tensors ({dtypes})"))
     if summary.optimizer is not None:
         at = "" if summary.step is None else f", after {summary.step} steps"
-        lines.append(("optimizer", summary.optimizer + at))
+        lines.append(("updated by", summary.optimizer + at))
     if summary.extra is not None:
         lines.append(("extra", _shortened(json.dumps(summary.extra))))
     for name, nbytes in summary.files.items():
