@@ -109,17 +109,36 @@ class Memory {
     std::vector<Array> arrays_;
 };
 
+// For both sides: rows of one array, or arrays of their own.
+std::array<Rows, 2> draw_rows(Memory& memory, Dtype dtype, int64_t count, int64_t numel) {
+    const bool apart = one_in(2);
+    // Rows of a flat buffer are aligned alike; others take another path.
+    const int64_t stride = one_in(2) ? (numel + 3) / 4 * 4 : numel + draw(0, 9);
+    std::array<Rows, 2> rows{};
+    const Twin<void> base = memory.numbers(apart ? 0 : (count - 1) * stride + numel, dtype);
+    for (const int side : {0, 1})
+        rows[side] = {dtype, count, apart ? nullptr : base[side], stride, {}};
+    for (int64_t rank = 0; apart && rank < count; ++rank) {
+        const Twin<void> peer = memory.numbers(numel, dtype);
+        for (const int side : {0, 1}) rows[side].peers[rank] = peer[side];
+    }
+    return rows;
+}
+
 void check_cast(int round) {
     const bool wide = one_in(5);
     const Dtype to = wide ? Dtype::kFloat64 : draw_dtype();
     const Dtype from = wide ? Dtype::kFloat32 : draw_dtype();
-    const int64_t numel = draw_numel();
+    const int64_t numel = draw_numel(), count = draw(1, 5);
     Memory memory;
-    const Twin<void> out = memory.numbers(numel, to), src = memory.numbers(numel, from);
+    const Twin<void> out = memory.numbers(count * numel, to);
+    std::array<Rows, 2> src = draw_rows(memory, from, count, numel);
+    const int64_t in_place = draw(0, count);  // the last: none
+    if (in_place < count)
+        for (Rows& rows : src) rows.peers[in_place] = nullptr;
     memory.check_same(
-        cpu::cast, cuda::cast,
-        [&](int side) { return CastArgs{out[side], to, src[side], from, numel}; },
-        where("cast round", round, "numel", numel));
+        cpu::cast, cuda::cast, [&](int side) { return CastArgs{out[side], to, src[side], numel}; },
+        where("cast round", round, "rows", count, "numel", numel));
 }
 
 void check_master(int round) {
@@ -182,20 +201,15 @@ void check_reduce(int round) {
     const Dtype acc_dtype = wide ? Dtype::kFloat64 : draw_dtype();
     const Dtype chunk_dtype = wide ? Dtype::kFloat64 : draw_dtype();
     const int64_t numel = draw_numel(), world_size = draw(1, 5);
-    // Chunks of a flat buffer are aligned alike; others take another path.
-    const int64_t stride = one_in(2) ? (numel + 3) / 4 * 4 : numel + draw(0, 9);
     const bool accumulate = one_in(2), measure = !one_in(3);
     Memory memory;
     const Twin<void> acc = memory.numbers(numel, acc_dtype);
-    const Twin<void> chunks = memory.numbers((world_size - 1) * stride + numel, chunk_dtype);
+    const std::array<Rows, 2> chunks = draw_rows(memory, chunk_dtype, world_size, numel);
     const Twin<double> stats = memory.bits<double>(2);
     const auto make = [&](int side) {
         return ReduceArgs{.acc = acc[side],
                           .acc_dtype = acc_dtype,
                           .chunks = chunks[side],
-                          .chunk_dtype = chunk_dtype,
-                          .world_size = world_size,
-                          .chunk_stride = stride,
                           .numel = numel,
                           .scale = 0.3,
                           .accumulate = accumulate,
@@ -312,10 +326,8 @@ void check_traps(const std::string& op, void (*on_device)(const OptimArgs<Rule>&
 
 int main() {
     using namespace zshard;
-    for (int round = 0; round < 40; ++round) {
-        check_cast(round);
-        check_master(round);
-    }
+    for (int round = 0; round < 40; ++round) check_master(round);
+    for (int round = 0; round < 80; ++round) check_cast(round);
     for (int round = 0; round < 150; ++round) check_reduce(round);
     for (int round = 0; round < 8; ++round) {
         check_pack(round, true);

@@ -165,6 +165,12 @@ class Checks {
     int64_t device_;
 };
 
+// Whether two runs of bytes have one in common; an empty one has none.
+inline bool share_memory(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+    const auto *p = static_cast<const char*>(a), *q = static_cast<const char*>(b);
+    return a_bytes > 0 && b_bytes > 0 && p < q + b_bytes && q < p + a_bytes;
+}
+
 // Where a tensor's elements lie, with the dimensions of size 1 dropped and those that are dense
 // merged; more than kMaxDims of them left = nullopt.
 inline std::optional<Strided> merge_dims(const Tensor& t) {

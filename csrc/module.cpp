@@ -9,6 +9,7 @@
 #include <string>
 
 #include "layout.h"
+#include "rendezvous.h"
 
 namespace py = pybind11;
 
@@ -69,6 +70,16 @@ PYBIND11_MODULE(_C, module) {
         .def_readonly("total", &FlatLayout::total)
         .def_readonly("shard_size", &FlatLayout::shard_size)
         .def("intersection", &FlatLayout::intersection, py::arg("segment"), py::arg("rank"));
+
+    using zshard::Rendezvous;
+    using Unlocked = py::call_guard<py::gil_scoped_release>;
+    py::class_<Rendezvous>(module, "Rendezvous")
+        .def(py::init<uintptr_t, int64_t, int64_t, int64_t>(), py::arg("memory"), py::arg("stride"),
+             py::arg("world_size"), py::arg("rank"))
+        .def("arrive", &Rendezvous::arrive)
+        .def("depart", &Rendezvous::depart)
+        .def("await_arrivals", &Rendezvous::await_arrivals, py::arg("seconds"), Unlocked())
+        .def("await_departures", &Rendezvous::await_departures, py::arg("seconds"), Unlocked());
 
     module.attr("ALIGN") = zshard::kAlign;
     module.def("flat_layout", &zshard::flat_layout, py::arg("numels"), py::arg("world_size"));

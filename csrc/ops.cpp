@@ -43,7 +43,6 @@ PackArgs pack_args(const Checks& check, const char* flat_name, const Tensor& fla
     check.require(tensors.size() == offsets.size(), list_name, " has ", tensors.size(),
                   " entries but offsets has ", offsets.size(), ": give one offset for each");
     args.pieces.reserve(tensors.size() * (zero_gaps ? 2 : 1) + 1);
-    const auto* flat_bytes = static_cast<const char*>(args.flat);
     int64_t end = 0;
     const auto zero_until = [&](int64_t offset) {
         if (zero_gaps && offset > end)
@@ -72,9 +71,9 @@ PackArgs pack_args(const Checks& check, const char* flat_name, const Tensor& fla
             check.require(false, list_name, "[", i, "] is ", describe(t),
                           ": too many dimensions to walk, pass t.contiguous()");
         if (numel == 0) continue;
-        auto* data = static_cast<char*>(t.data_ptr());
-        if (data < flat_bytes + args.numel * size_of(args.dtype) &&
-            flat_bytes < data + extent(*view, numel) * size_of(dtype))
+        void* data = t.data_ptr();
+        if (share_memory(data, extent(*view, numel) * size_of(dtype), args.flat,
+                         args.numel * size_of(args.dtype)))
             check.require(false, list_name, "[", i, "] and ", flat_name,
                           " share memory: pass a copy of one");
         if (!zero_gaps && may_overlap(*view))
@@ -103,6 +102,15 @@ void unpack_(const Tensors& targets, const Tensor& flat, const std::vector<int64
     launch<cpu::unpack, cuda::unpack>(check, flat, args);
 }
 
+void require_castable(const Checks& check, const char* out_name, const Tensor& out, Dtype to,
+                      const char* src_name, const Tensor& src, Dtype from) {
+    const bool wide = to == Dtype::kFloat64 || from == Dtype::kFloat64;
+    if (wide && (size_of(to) == 2 || size_of(from) == 2))
+        check.require(false, out_name, " is ", describe(out), " and ", src_name, " is ",
+                      describe(src),
+                      ": float64 is cast only from and to float32, go through float32");
+}
+
 void cast_(const Tensor& out, const Tensor& src) {
     const Checks check("cast_", out);
     check.flat("out", out);
@@ -110,15 +118,61 @@ void cast_(const Tensor& out, const Tensor& src) {
     check.numel("src", src, out.numel());
     const CastArgs args{.out = out.data_ptr(),
                         .out_dtype = check.dtype("out", out),
-                        .src = src.data_ptr(),
-                        .src_dtype = check.dtype("src", src),
+                        .src = {.dtype = check.dtype("src", src),
+                                .count = 1,
+                                .base = src.data_ptr(),
+                                .stride = 0,
+                                .peers = {}},
                         .numel = out.numel()};
-    const auto is_16_bit = [](Dtype dtype) { return size_of(dtype) == 2; };
-    const bool wide = args.out_dtype == Dtype::kFloat64 || args.src_dtype == Dtype::kFloat64;
-    if (wide && (is_16_bit(args.out_dtype) || is_16_bit(args.src_dtype)))
-        check.require(false, "out is ", describe(out), " and src is ", describe(src),
-                      ": float64 is cast only from and to float32, go through float32");
+    require_castable(check, "out", out, args.out_dtype, "src", src, args.src.dtype);
     launch<cpu::cast, cuda::cast>(check, out, args);
+}
+
+// The peers' tensors: flat, of one dtype, `numel` elements each.
+Rows peer_rows(const Checks& check, const char* name, const Tensors& peers, int64_t numel) {
+    const auto count = static_cast<int64_t>(peers.size());
+    check.require(count >= 1 && count <= kMaxPeers, name, " has ", count,
+                  " tensors, but must have one for each rank, from 1 to ", kMaxPeers,
+                  ": more ranks take the process group's collectives");
+    Rows rows{.dtype = check.dtype(std::pair{name, size_t{0}}, peers[0]),
+              .count = count,
+              .base = nullptr,
+              .stride = 0,
+              .peers = {}};
+    for (size_t i = 0; i < peers.size(); ++i) {
+        const std::pair item{name, i};
+        check.flat(item, peers[i]);
+        check.type(item, peers[i], peers[0].scalar_type());
+        check.numel(item, peers[i], numel);
+        rows.peers[i] = peers[i].data_ptr();
+    }
+    return rows;
+}
+
+void gather_cast_(const Tensor& full, const Tensors& shards) {
+    const Checks check("gather_cast_", full);
+    check.flat("full", full);
+    const int64_t numel = shards.empty() ? 0 : shards[0].numel();
+    CastArgs args{.out = full.data_ptr(),
+                  .out_dtype = check.dtype("full", full),
+                  .src = peer_rows(check, "shards", shards, numel),
+                  .numel = numel};
+    check.require(full.numel() == args.src.count * numel, "full has ", full.numel(),
+                  " elements, but ", args.src.count, " shards of ", numel, " fill ",
+                  args.src.count * numel);
+    require_castable(check, "full", full, args.out_dtype, "shards", shards[0], args.src.dtype);
+    const int64_t part_bytes = numel * size_of(args.out_dtype);
+    for (int64_t i = 0; i < args.src.count; ++i) {
+        const void* part = static_cast<const char*>(args.out) + i * part_bytes;
+        if (args.src.peers[i] == part && args.src.dtype == args.out_dtype) {
+            args.src.peers[i] = nullptr;
+        } else if (share_memory(args.src.peers[i], numel * size_of(args.src.dtype), args.out,
+                                args.src.count * part_bytes)) {
+            check.require(false, "shards[", i, "] and full share memory: pass a copy of one, or ",
+                          "the very part of full that the shard fills, in full's dtype");
+        }
+    }
+    launch<cpu::cast, cuda::cast>(check, full, args);
 }
 
 MasterArgs master_args(const Checks& check, const char* full_name, const Tensor& full,
@@ -147,6 +201,24 @@ void join_master_(const Tensor& out, const Tensor& hi, const Tensor& lo) {
     launch<cpu::join_master, cuda::join_master>(check, out, master_args(check, "out", out, hi, lo));
 }
 
+// The end of reduce_ and reduce_peers_; `chunk` has the dtype of the rows.
+void launch_reduce(const Checks& check, const Tensor& acc, const char* chunks_name,
+                   const Tensor& chunk, const Rows& chunks, double scale, bool accumulate,
+                   const MaybeTensor& stats) {
+    const ReduceArgs args{
+        .acc = acc.data_ptr(),
+        .acc_dtype = check.dtype("acc", acc),
+        .chunks = chunks,
+        .numel = acc.numel(),
+        .scale = scale,
+        .accumulate = accumulate,
+        .stats = check.optional_flat<double>("stats", stats, ScalarType::Double, 2)};
+    if ((args.acc_dtype == Dtype::kFloat64) != (chunks.dtype == Dtype::kFloat64))
+        check.require(false, "acc is ", describe(acc), " but ", chunks_name, " is ",
+                      describe(chunk), ": float64 is summed only into float64");
+    launch<cpu::reduce, cuda::reduce>(check, acc, args);
+}
+
 void reduce_(const Tensor& acc, const Tensor& chunks, double scale, bool accumulate,
              const MaybeTensor& stats) {
     const Checks check("reduce_", acc);
@@ -159,21 +231,25 @@ void reduce_(const Tensor& acc, const Tensor& chunks, double scale, bool accumul
     if (!dense)
         check.require(false, "chunks is ", describe(chunks), ", but must have shape (W, ", numel,
                       ") with W >= 1, stride 1 along a chunk and chunks that do not overlap");
-    const ReduceArgs args{
-        .acc = acc.data_ptr(),
-        .acc_dtype = check.dtype("acc", acc),
-        .chunks = chunks.data_ptr(),
-        .chunk_dtype = check.dtype("chunks", chunks),
-        .world_size = chunks.size(0),
-        .chunk_stride = chunks.stride(0),
-        .numel = numel,
-        .scale = scale,
-        .accumulate = accumulate,
-        .stats = check.optional_flat<double>("stats", stats, ScalarType::Double, 2)};
-    if ((args.acc_dtype == Dtype::kFloat64) != (args.chunk_dtype == Dtype::kFloat64))
-        check.require(false, "acc is ", describe(acc), " but chunks is ", describe(chunks),
-                      ": float64 is summed only into float64");
-    launch<cpu::reduce, cuda::reduce>(check, acc, args);
+    launch_reduce(check, acc, "chunks", chunks,
+                  {.dtype = check.dtype("chunks", chunks),
+                   .count = chunks.size(0),
+                   .base = chunks.data_ptr(),
+                   .stride = chunks.stride(0),
+                   .peers = {}},
+                  scale, accumulate, stats);
+}
+
+void reduce_peers_(const Tensor& acc, const Tensors& peers, double scale, bool accumulate,
+                   const MaybeTensor& stats) {
+    const Checks check("reduce_peers_", acc);
+    check.flat("acc", acc);
+    const Rows rows = peer_rows(check, "peers", peers, acc.numel());
+    for (size_t i = 0; i < peers.size(); ++i)
+        check.require(!share_memory(rows.peers[i], acc.numel() * size_of(rows.dtype),
+                                    acc.data_ptr(), acc.numel() * acc.element_size()),
+                      "peers[", i, "] and acc share memory: pass a copy of one");
+    launch_reduce(check, acc, "peers", peers[0], rows, scale, accumulate, stats);
 }
 
 void adamw_(const Tensors& masters, const Tensors& lows, const Tensors& exp_avgs,
@@ -210,10 +286,14 @@ STABLE_TORCH_LIBRARY(zshard, m) {
     m.def("pack_(Tensor(a!) out, Tensor[] sources, int[] offsets, float scale=1.0) -> ()");
     m.def("unpack_(Tensor(a!)[] targets, Tensor flat, int[] offsets, float scale=1.0) -> ()");
     m.def("cast_(Tensor(a!) out, Tensor src) -> ()");
+    m.def("gather_cast_(Tensor(a!) full, Tensor[] shards) -> ()");
     m.def("split_master_(Tensor(a!) hi, Tensor(b!) lo, Tensor src) -> ()");
     m.def("join_master_(Tensor(a!) out, Tensor hi, Tensor lo) -> ()");
     m.def(
         "reduce_(Tensor(a!) acc, Tensor chunks, float scale=1.0, bool accumulate=False, "
+        "Tensor(b!)? stats=None) -> ()");
+    m.def(
+        "reduce_peers_(Tensor(a!) acc, Tensor[] peers, float scale=1.0, bool accumulate=False, "
         "Tensor(b!)? stats=None) -> ()");
     m.def(
         "adamw_(Tensor(a!)[] masters, Tensor(b!)[] lows, Tensor(c!)[] exp_avgs, Tensor(d!)[] "
@@ -230,9 +310,11 @@ static void register_all(torch::stable::detail::StableLibrary& m) {
     m.impl("pack_", TORCH_BOX(&pack_));
     m.impl("unpack_", TORCH_BOX(&unpack_));
     m.impl("cast_", TORCH_BOX(&cast_));
+    m.impl("gather_cast_", TORCH_BOX(&gather_cast_));
     m.impl("split_master_", TORCH_BOX(&split_master_));
     m.impl("join_master_", TORCH_BOX(&join_master_));
     m.impl("reduce_", TORCH_BOX(&reduce_));
+    m.impl("reduce_peers_", TORCH_BOX(&reduce_peers_));
     m.impl("adamw_", TORCH_BOX(&adamw_));
     m.impl("sgd_", TORCH_BOX(&sgd_));
 }

@@ -28,6 +28,35 @@ decltype(auto) dispatch(Dtype dtype, const F& f) {
     }
 }
 
+// Calls f with values of both C++ types of a conversion, one that cast_ allows.
+template <typename F>
+void dispatch_cast(Dtype to, Dtype from, const F& f) {
+    if (to == Dtype::kFloat64)
+        return from == Dtype::kFloat64 ? f(double{}, double{}) : f(double{}, float{});
+    if (from == Dtype::kFloat64) return f(float{}, double{});
+    dispatch(to, [&](auto t) { dispatch(from, [&](auto s) { f(t, s); }); });
+}
+
+// Most ranks whose memory one call reads. Their addresses travel in a kernel's arguments: 1,024 of
+// the 4,096 bytes that any GPU takes, for more ranks than share a host.
+inline constexpr int64_t kMaxPeers = 128;
+
+// As many elements of each rank, in rank order: the rows of one tensor, any number of them, or up
+// to kMaxPeers tensors, each wherever it lies.
+struct Rows {
+    Dtype dtype;
+    int64_t count;
+    const void* base;  // null: they lie where `peers` says
+    int64_t stride;    // elements from one row of base to the next
+    const void* peers[kMaxPeers];
+
+    template <typename T>
+    ZSHARD_HD const T* row(int64_t rank) const {
+        if (base != nullptr) return static_cast<const T*>(base) + rank * stride;
+        return static_cast<const T*>(peers[rank]);
+    }
+};
+
 // Strides of a tensor whose dimensions that lie densely behind one another are merged.
 inline constexpr int kMaxDims = 8;
 struct Strided {
@@ -54,12 +83,12 @@ struct PackArgs {
     std::vector<Piece> pieces;
 };
 
+// cast_, of one row, and gather_cast_.
 struct CastArgs {
-    void* out;
+    void* out;  // (src.count * numel,)
     Dtype out_dtype;
-    const void* src;
-    Dtype src_dtype;
-    int64_t numel;
+    Rows src;       // (numel,) each; null: that part of out is in place already
+    int64_t numel;  // of a row
 };
 
 struct MasterArgs {
@@ -69,13 +98,11 @@ struct MasterArgs {
     int64_t numel;
 };
 
+// reduce_ and reduce_peers_.
 struct ReduceArgs {
     void* acc;
     Dtype acc_dtype;
-    const void* chunks;
-    Dtype chunk_dtype;
-    int64_t world_size;
-    int64_t chunk_stride;  // elements from one chunk to the next
+    Rows chunks;  // (numel,) each
     int64_t numel;
     double scale;
     bool accumulate;

@@ -41,9 +41,11 @@ def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
         "pack_": (rand(n), [rand(7, 3).t(), rand(n - 200, dtype=torch.float16)], [2, 100], 0.3),
         "unpack_": ([rand(7, 3).t(), rand(n - 200, dtype=torch.float16)], rand(n), [2, 100], 0.3),
         "cast_": (rand(n, dtype=torch.float16), rand(n)),
+        "gather_cast_": (rand(2 * n, dtype=half), [rand(n), rand(n)]),
         "split_master_": (rand(n, dtype=half), low.clone(), rand(n)),
         "join_master_": (rand(n), rand(n, dtype=half), low),
         "reduce_": (rand(n), rand(3, n, dtype=half), 0.3, True, stats),
+        "reduce_peers_": (rand(n), [rand(n, dtype=half) for _ in range(3)], 0.3, True, stats),
         "adamw_": optim(2, [1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0], [1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0]),
         "sgd_": optim(1, [1e-2, 0.9, 0.2, 0.1, 1.0, 0.0], [1e-2, 0.9, 0.0, 0.0, 0.0, 1.0]),
     }

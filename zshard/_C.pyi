@@ -52,5 +52,25 @@ def flat_layout(numels: list[int], world_size: int) -> FlatLayout:
     Raises InputError for a negative size, a total above 2^56 or a world_size below 1.
     """
 
+class Rendezvous:
+    """Where the ranks of one host meet: [Note: arrivals and departures] in csrc/rendezvous.h.
+
+    Args:
+        memory: address of the first rank's 64 bytes, at a multiple of 64, shared and 0 at first.
+        stride: bytes from one rank's to the next, likewise.
+
+    The two waits return -1, or a rank that is late after ``seconds``; a signal ends them early.
+    """
+
+    def __init__(self, memory: int, stride: int, world_size: int, rank: int) -> None: ...
+    def arrive(self) -> None:
+        """Let the others read this rank's memory of this round."""
+    def depart(self) -> None:
+        """Say that this rank has read what it needs of this round."""
+    def await_arrivals(self, seconds: float) -> int:
+        """Wait until every rank has arrived as often as this one has."""
+    def await_departures(self, seconds: float) -> int:
+        """Wait until every rank has departed as often as this one has arrived."""
+
 def build_info() -> BuildInfo:
     """Return how this extension was compiled."""

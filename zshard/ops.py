@@ -24,9 +24,11 @@ from .errors import InputError
 __all__ = [
     "adamw_",
     "cast_",
+    "gather_cast_",
     "join_master_",
     "pack_",
     "reduce_",
+    "reduce_peers_",
     "sgd_",
     "split_master_",
     "unpack_",
@@ -113,6 +115,22 @@ def cast_(
     _call(_ops.cast_.default, out, src)
 
 
+def gather_cast_(
+    full: Tensor,  # (N * S,) F; or float32 or float64
+    shards: Sequence[Tensor],  # N x (S,) of one dtype, F; or float32 or float64; N <= 128
+) -> None:
+    """Gather the shards of N ranks, each wherever it lies, into a full buffer, cast as by cast_.
+
+    full[i * S : (i + 1) * S] = cast(shards[i]). A shard that is that very part of full already, in
+    full's dtype, is left as it is: neither read nor written.
+
+    Raises:
+        InputError: shards of different numels or dtypes, numels that do not add up to full's,
+            float64 with a 16-bit dtype, or a shard that shares memory with full otherwise.
+    """
+    _call(_ops.gather_cast_.default, full, shards)
+
+
 def split_master_(
     hi: Tensor,  # (n,) bfloat16
     lo: Tensor,  # (n,) int16
@@ -162,6 +180,22 @@ def reduce_(
         InputError: chunks that are not W dense rows of S, or dtypes or devices that do not match.
     """
     _call(_ops.reduce_.default, acc, chunks, scale, accumulate, stats)
+
+
+def reduce_peers_(
+    acc: Tensor,  # (S,) F, or float64
+    peers: Sequence[Tensor],  # N x (S,) of one dtype, F, or float64 where acc is; N <= 128
+    scale: float = 1.0,
+    accumulate: bool = False,
+    stats: Tensor | None = None,  # (2,) float64, overwritten
+) -> None:
+    """Do as reduce_, with the same bits, on chunks that lie in N tensors: peers[i] is rank i's.
+
+    Raises:
+        InputError: peers that are not flat tensors of S elements and one dtype, that share memory
+            with acc, or dtypes or devices that do not match.
+    """
+    _call(_ops.reduce_peers_.default, acc, peers, scale, accumulate, stats)
 
 
 def adamw_(

@@ -54,6 +54,12 @@ def cast_(out: Tensor, src: Tensor) -> None:
     out.copy_(src)
 
 
+def gather_cast_(full: Tensor, shards: Sequence[Tensor]) -> None:
+    """See zshard.ops.gather_cast_."""
+    for part, shard in zip(full.view(len(shards), shards[0].numel()), shards, strict=True):
+        part.copy_(shard)
+
+
 def split_master_(hi: Tensor, lo: Tensor, src: Tensor) -> None:
     """See zshard.ops.split_master_."""
     bits = src.view(torch.int32).long() & 0xFFFFFFFF
@@ -115,6 +121,17 @@ def reduce_(
     if stats is not None:
         stats[0] = sum_of_squares(acc)
         stats[1] = 0.0 if bool(acc.isfinite().all()) else 1.0
+
+
+def reduce_peers_(
+    acc: Tensor,
+    peers: Sequence[Tensor],
+    scale: float = 1.0,
+    accumulate: bool = False,
+    stats: Tensor | None = None,
+) -> None:
+    """See zshard.ops.reduce_peers_."""
+    reduce_(acc, torch.stack(list(peers)), scale, accumulate, stats)
 
 
 def power(base: float, exponent: int) -> float:

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <vector>
+
 #include "cpu/convert.h"
 #include "ops.h"
 
@@ -8,10 +11,20 @@ namespace {
 template <typename To, typename From>
 void cast_typed(const CastArgs& args) {
     auto* out = static_cast<To*>(args.out);
-    const auto* src = static_cast<const From*>(args.src);
-    const bool stream = args.numel * int64_t{sizeof(To)} >= kStreamBytes;
-    parallel(args.numel, kGrain, [=](int64_t begin, int64_t end) {
-        convert_run(out + begin, src + begin, end - begin, Wide<From>{1}, stream);
+    const int64_t numel = args.numel;
+    std::vector<int64_t> ranks;  // that are not in place, so that every thread has work
+    for (int64_t rank = 0; rank < args.src.count; ++rank)
+        if (args.src.row<From>(rank) != nullptr) ranks.push_back(rank);
+    const int64_t moved = static_cast<int64_t>(ranks.size()) * numel;
+    const bool stream = moved * int64_t{sizeof(To)} >= kStreamBytes;
+    parallel(moved, kGrain, [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+            const int64_t rank = ranks[begin / numel], at = begin % numel;
+            const int64_t count = std::min(end - begin, numel - at);
+            convert_run(out + rank * numel + at, args.src.row<From>(rank) + at, count,
+                        Wide<From>{1}, stream);
+            begin += count;
+        }
         stream_fence();
     });
 }
@@ -19,15 +32,8 @@ void cast_typed(const CastArgs& args) {
 }  // namespace
 
 void cast(const CastArgs& args) {
-    if (args.out_dtype == Dtype::kFloat64) {
-        return args.src_dtype == Dtype::kFloat64 ? cast_typed<double, double>(args)
-                                                 : cast_typed<double, float>(args);
-    }
-    if (args.src_dtype == Dtype::kFloat64) return cast_typed<float, double>(args);
-    dispatch(args.out_dtype, [&](auto to) {
-        dispatch(args.src_dtype,
-                 [&](auto from) { cast_typed<decltype(to), decltype(from)>(args); });
-    });
+    dispatch_cast(args.out_dtype, args.src.dtype,
+                  [&](auto to, auto from) { cast_typed<decltype(to), decltype(from)>(args); });
 }
 
 void split_master(const MasterArgs& args) {

@@ -43,22 +43,23 @@ double lane_sum(const std::vector<double>& blocks) {
 }
 
 // The last one or two chunks, the scale, the store and the squares in one loop: for two ranks this
-// is all there is, and the arithmetic hides behind the memory.
+// is all there is, and the arithmetic hides behind the memory. Of one chunk `second` is not read.
 template <typename Acc, typename Chunk, int kChunks, bool kSummed, bool kAccumulate>
-void finish_block(Block<Acc>& block, const Chunk* last, int64_t stride, Acc* acc, int64_t count,
-                  Wide<Acc> scale, bool stream) {
+void finish_block(Block<Acc>& block, const Chunk* first, const Chunk* second, Acc* acc,
+                  int64_t count, Wide<Acc> scale, bool stream) {
     using W = Wide<Acc>;
     std::fill_n(block.squares, kRow, 0.0);
     vectorised([=, wide = block.wide, squares = block.squares] {
         const auto value_at = [=](int64_t i) {
-            W sum = kSummed ? wide[i] + convert<W>(last[i]) : convert<W>(last[i]);
-            if constexpr (kChunks == 2) sum += convert<W>(last[stride + i]);
+            W sum = kSummed ? wide[i] + convert<W>(first[i]) : convert<W>(first[i]);
+            if constexpr (kChunks == 2) sum += convert<W>(second[i]);
             sum *= scale;
             return convert<Acc>(kAccumulate ? convert<W>(acc[i]) + sum : sum);
         };
         const int64_t tail = count - count % kStep;
         for (int64_t i = 0; i < tail; i += kStep) {
-            for (int k = 0; k < kChunks; ++k) prefetch<kStep>(last + k * stride + i);
+            prefetch<kStep>(first + i);
+            if constexpr (kChunks == 2) prefetch<kStep>(second + i);
             if (!stream) prefetch<kStep>(acc + i);
             alignas(kLine) Acc step[kStep];
             each(0, kStep, [&](int64_t k) { step[k] = value_at(i + k); });
@@ -82,13 +83,12 @@ template <typename Acc, typename Chunk>
 void reduce_block(const ReduceArgs& args, int64_t begin, int64_t count, bool stream,
                   Block<Acc>& block) {
     using W = Wide<Acc>;
-    const auto* chunks = static_cast<const Chunk*>(args.chunks) + begin;
-    const int64_t stride = args.chunk_stride;
-    const int64_t early = args.world_size - 2;
+    const Rows& chunks = args.chunks;
+    const int64_t early = chunks.count - 2;
     if (early > 0) {
-        vectorised([=, wide = block.wide] {
+        vectorised([=, &chunks, wide = block.wide] {
             for (int64_t rank = 0; rank < early; ++rank) {
-                const Chunk* chunk = chunks + rank * stride;
+                const Chunk* chunk = chunks.row<Chunk>(rank) + begin;
                 for (int64_t i = 0; i < count; i += kStep) {
                     prefetch<kStep>(chunk + i);
                     const int64_t end = std::min(i + kStep, count);
@@ -103,8 +103,9 @@ void reduce_block(const ReduceArgs& args, int64_t begin, int64_t count, bool str
     }
     const auto finish = [&](auto kChunks, auto kSummed, auto kAccumulate) {
         finish_block<Acc, Chunk, kChunks, kSummed, kAccumulate>(
-            block, chunks + (args.world_size - kChunks) * stride, stride,
-            static_cast<Acc*>(args.acc) + begin, count, static_cast<W>(args.scale), stream);
+            block, chunks.row<Chunk>(chunks.count - kChunks) + begin,
+            chunks.row<Chunk>(chunks.count - 1) + begin, static_cast<Acc*>(args.acc) + begin, count,
+            static_cast<W>(args.scale), stream);
     };
     const auto finish_as = [&](auto kAccumulate) {
         using One = std::integral_constant<int, 1>;
@@ -152,7 +153,7 @@ void reduce_typed(const ReduceArgs& args) {
 void reduce(const ReduceArgs& args) {
     if (args.acc_dtype == Dtype::kFloat64) return reduce_typed<double, double>(args);
     dispatch(args.acc_dtype, [&](auto acc) {
-        dispatch(args.chunk_dtype,
+        dispatch(args.chunks.dtype,
                  [&](auto chunk) { reduce_typed<decltype(acc), decltype(chunk)>(args); });
     });
 }

@@ -6,15 +6,24 @@ namespace zshard::cuda {
 namespace {
 
 template <typename To, typename From>
-__global__ void __launch_bounds__(kThreads) cast_kernel(To* out, const From* src, int64_t numel) {
-    for (int64_t i = blockIdx.x * kTile; i < numel; i += gridDim.x * kTile)
-        convert_run(out + i, src + i, min(kTile, numel - i), Wide<From>{1});
+__global__ void __launch_bounds__(kThreads) cast_kernel(const __grid_constant__ CastArgs args) {
+    const auto count = static_cast<uint32_t>(args.src.count);
+    for (int64_t tile = blockIdx.x; tile < tiles_of(args.numel) * count; tile += gridDim.x) {
+        // Neighbours read from different ranks, so that the links to all of them are busy. Tiles
+        // are numbered in 32 bits, which divide faster and are enough for any memory.
+        const uint32_t rank = static_cast<uint32_t>(tile) % count;
+        const int64_t i = static_cast<uint32_t>(tile) / count * kTile;
+        const From* src = args.src.row<From>(rank);
+        if (src == nullptr) continue;
+        convert_run(static_cast<To*>(args.out) + rank * args.numel + i, src + i,
+                    min(kTile, args.numel - i), Wide<From>{1});
+    }
 }
 
 template <typename To, typename From>
 void cast_typed(const CastArgs& args) {
-    launch("cast_", cast_kernel<To, From>, grid_for(tiles_of(args.numel)), kThreads,
-           static_cast<To*>(args.out), static_cast<const From*>(args.src), args.numel);
+    launch("cast_", cast_kernel<To, From>, grid_for(tiles_of(args.numel) * args.src.count),
+           kThreads, args);
 }
 
 constexpr int kMasterWidth = 8;  // the 16-bit planes move in 16 bytes, fp32 in twice as many
@@ -90,15 +99,8 @@ __global__ void __launch_bounds__(kThreads) join_kernel(MasterArgs args) {
 
 void cast(const CastArgs& args) {
     if (args.numel == 0) return;
-    if (args.out_dtype == Dtype::kFloat64) {
-        return args.src_dtype == Dtype::kFloat64 ? cast_typed<double, double>(args)
-                                                 : cast_typed<double, float>(args);
-    }
-    if (args.src_dtype == Dtype::kFloat64) return cast_typed<float, double>(args);
-    dispatch(args.out_dtype, [&](auto to) {
-        dispatch(args.src_dtype,
-                 [&](auto from) { cast_typed<decltype(to), decltype(from)>(args); });
-    });
+    dispatch_cast(args.out_dtype, args.src.dtype,
+                  [&](auto to, auto from) { cast_typed<decltype(to), decltype(from)>(args); });
 }
 
 void split_master(const MasterArgs& args) {

@@ -45,13 +45,12 @@ template <bool kWhole, typename Acc, typename Chunk>
 __device__ Partial reduce_block(const ReduceArgs& args, int64_t begin) {
     using W = Wide<Acc>;
     auto* acc = static_cast<Acc*>(args.acc) + begin;
-    const auto* chunks = static_cast<const Chunk*>(args.chunks) + begin;
     const int64_t numel = args.numel - begin;
     const auto at = [](int row) { return int64_t{row * kRow} + threadIdx.x * kSquareGroup; };
     W wide[kSquareRows][kSquareGroup];
 #pragma unroll kWhole && sizeof(Chunk) == 2 ? 2 : 1
-    for (int64_t rank = 0; rank < args.world_size; ++rank) {
-        const Chunk* chunk = chunks + rank * args.chunk_stride;
+    for (int64_t rank = 0; rank < args.chunks.count; ++rank) {
+        const Chunk* chunk = args.chunks.row<Chunk>(rank) + begin;
         const bool aligned = is_aligned<kSquareGroup>(chunk);
         Vector<Chunk, kSquareGroup> loaded[kSquareRows];
 #pragma unroll
@@ -103,14 +102,12 @@ __device__ Partial reduce_block(const ReduceArgs& args, int64_t begin) {
 template <typename Acc>
 constexpr int kReduceBlocks = sizeof(Acc) == 8 ? 2 : 3;
 
+// aligned: acc and every chunk begin at a whole vector.
 // partials: one for each block of kSquareBlock elements, or null.
 template <typename Acc, typename Chunk>
 __global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
-    reduce_kernel(const __grid_constant__ ReduceArgs args, Partial* partials) {
+    reduce_kernel(const __grid_constant__ ReduceArgs args, bool aligned, Partial* partials) {
     __shared__ double sums[kSquareColumns];
-    const bool aligned = is_aligned<kSquareGroup>(static_cast<const Acc*>(args.acc)) &&
-                         is_aligned<kSquareGroup>(static_cast<const Chunk*>(args.chunks)) &&
-                         (args.world_size == 1 || args.chunk_stride % kSquareGroup == 0);
     for (int64_t block = blockIdx.x; block * kSquareBlock < args.numel; block += gridDim.x) {
         const int64_t begin = block * kSquareBlock;
         const Partial mine = aligned && begin + kSquareBlock <= args.numel
@@ -149,8 +146,13 @@ void reduce_typed(const ReduceArgs& args) {
     std::optional<Scratch> scratch;
     if (args.stats != nullptr) scratch.emplace(blocks * int64_t{sizeof(Partial)});
     auto* partials = scratch ? scratch->as<Partial>() : nullptr;
-    if (blocks > 0)
-        launch("reduce_", reduce_kernel<Acc, Chunk>, grid_for(blocks), kThreads, args, partials);
+    if (blocks > 0) {
+        bool aligned = is_aligned<kSquareGroup>(static_cast<const Acc*>(args.acc));
+        for (int64_t rank = 0; rank < args.chunks.count; ++rank)
+            aligned &= is_aligned<kSquareGroup>(args.chunks.row<Chunk>(rank));
+        launch("reduce_", reduce_kernel<Acc, Chunk>, grid_for(blocks), kThreads, args, aligned,
+               partials);
+    }
     if (args.stats == nullptr) return;
     launch("reduce_", stats_kernel, 1, kSquareLanes, partials, blocks, args.stats);
 }
@@ -160,7 +162,7 @@ void reduce_typed(const ReduceArgs& args) {
 void reduce(const ReduceArgs& args) {
     if (args.acc_dtype == Dtype::kFloat64) return reduce_typed<double, double>(args);
     dispatch(args.acc_dtype, [&](auto acc) {
-        dispatch(args.chunk_dtype,
+        dispatch(args.chunks.dtype,
                  [&](auto chunk) { reduce_typed<decltype(acc), decltype(chunk)>(args); });
     });
 }

@@ -20,7 +20,7 @@ using Word = std::conditional_t<
     std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
 
 template <int kCount, typename T>
-__device__ __forceinline__ bool is_aligned(const T* p) {
+ZSHARD_HD bool is_aligned(const T* p) {
     return reinterpret_cast<uint64_t>(p) % alignof(Vector<T, kCount>) == 0;
 }
 
@@ -55,22 +55,26 @@ __device__ void transform_run(To* out, const From* src, int64_t numel, Convert c
     constexpr int kUnroll = 4;
     constexpr int kWidth = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
     const Split split = split_run(reinterpret_cast<uint64_t>(out), sizeof(To), kWidth, numel);
-    const bool aligned = is_aligned<kWidth>(src + split.head);
-    deal<kUnroll>(
-        split, kWidth, threadIdx.x, kThreads, [&](int64_t i) { out[i] = convert_one(src[i]); },
-        [&](const int64_t (&at)[kUnroll], auto count) {
-            Vector<From, kWidth> loaded[count];
+    // Two loops, not one with a branch: that becomes predicates, and some loads are then waited for
+    // before the others are asked for.
+    const auto run = [&](auto aligned) {
+        deal<kUnroll>(
+            split, kWidth, threadIdx.x, kThreads, [&](int64_t i) { out[i] = convert_one(src[i]); },
+            [&](const int64_t (&at)[kUnroll], auto count) {
+                Vector<From, kWidth> loaded[count];
 #pragma unroll
-            for (int u = 0; u < count; ++u) loaded[u] = load<kWidth>(src + at[u], aligned);
+                for (int u = 0; u < count; ++u) loaded[u] = load<kWidth>(src + at[u], aligned);
 #pragma unroll
-            for (int u = 0; u < count; ++u) {
-                Vector<To, kWidth> stored;
+                for (int u = 0; u < count; ++u) {
+                    Vector<To, kWidth> stored;
 #pragma unroll
-                for (int k = 0; k < kWidth; ++k)
-                    stored.values[k] = convert_one(loaded[u].values[k]);
-                store(out + at[u], stored, true);
-            }
-        });
+                    for (int k = 0; k < kWidth; ++k)
+                        stored.values[k] = convert_one(loaded[u].values[k]);
+                    store(out + at[u], stored, true);
+                }
+            });
+    };
+    is_aligned<kWidth>(src + split.head) ? run(std::true_type{}) : run(std::false_type{});
 }
 
 // out = src * scale; scale 1 between equal types copies the bits.
