@@ -22,11 +22,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from contestants import MAKERS, Contestant
+from contestants import MAKERS, Contestant, Setting, Variant, make_zshard
 from environment import describe, headline, write_json
 from protocol import Effort, Ratio, median_ratio
 from rank_group import run_ranks
-from setting import Setting
 from tqdm import tqdm
 
 from zshard import ops
@@ -35,15 +34,15 @@ from zshard.gpt import SIZES
 
 # part of a step -> (where its functions are looked up, their names)
 _SEAM: dict[str, tuple[tuple[object, str], ...]] = {
-    "wait": ((Handle, "wait"),),
+    "wait": ((Handle, "wait"), (Comm, "reclaim")),
     "meet": ((Comm, "all_gather_words"),),
     "issue": tuple((Comm, name) for name in ("all_gather", "exchange", "all_reduce", "broadcast")),
     "copy": (
         (torch.Tensor, "copy_"),
-        *((ops, n) for n in ("cast_", "split_master_", "join_master_", "unpack_")),
+        *((ops, n) for n in ("gather_cast_", "cast_", "split_master_", "join_master_", "unpack_")),
     ),
     "pack": ((ops, "pack_"),),
-    "reduce": ((ops, "reduce_"),),
+    "reduce": ((ops, "reduce_"), (ops, "reduce_peers_")),
     "optimizer": ((ops, "adamw_"), (ops, "sgd_")),
 }
 _MEANING = {
@@ -51,7 +50,7 @@ _MEANING = {
     "wait": "exposed communication: for gathers and reductions",
     "meet": "exposed communication: the ranks agree on what comes next",
     "issue": "collectives are started",
-    "copy": "this rank's own part of a gather; casts",
+    "copy": "this rank's own part of a gather, or over shared memory all of it; casts",
     "pack": "gradients into the reduce buffer",
     "reduce": "the sum over the ranks, and what follows it",
     "optimizer": "the fused update",
@@ -193,9 +192,9 @@ def _drop(param: torch.Tensor) -> None:
     param.grad = None
 
 
-def measure(case: str, setting: Setting, effort: Effort) -> Breakdown:
+def measure(case: str, setting: Setting, effort: Effort, variant: Variant) -> Breakdown:
     """Run the step with its parts timed, the step without, and compute, once a round each."""
-    trained, alone = (MAKERS[name](setting) for name in ("zshard", "compute"))
+    trained, alone = make_zshard(setting, variant), MAKERS["compute"](setting)
     for param in alone.model.parameters():
         # As a sharded step does. All of them alive at once, in fresh memory, take longer to make.
         param.register_post_accumulate_grad_hook(_drop)
@@ -229,13 +228,13 @@ def measure(case: str, setting: Setting, effort: Effort) -> Breakdown:
     return Breakdown(case, wall, processor, unprobed, threads)
 
 
-def rank_main(settings: list[Setting], effort: Effort) -> dict[str, object]:
+def rank_main(settings: list[Setting], effort: Effort, variant: Variant) -> dict[str, object]:
     """Body of a rank: every setting in turn."""
     found = []
     size = dist.get_world_size()
     for setting in tqdm(settings, unit="case", disable=None if dist.get_rank() == 0 else True):
         case = f"{setting.model} {setting.tokens} tokens {setting.precision} N={size}"
-        found.append(asdict(measure(case, setting, effort)))
+        found.append(asdict(measure(f"{case} {variant.comm}", setting, effort, variant)))
     return {"results": found}
 
 
@@ -251,6 +250,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         **several,
     )
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--comm", choices=["group", "peer"], default="group")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     arguments = parser.parse_args(argv)
@@ -268,7 +268,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         for precision in arguments.precision
     ]
     report = run_ranks(
-        rank_main, (settings, effort), ranks=arguments.ranks, backend="gloo", device=device
+        rank_main,
+        (settings, effort, Variant(comm=arguments.comm)),
+        ranks=arguments.ranks,
+        backend="gloo",
+        device=device,
     )
     results = [Breakdown(**fields) for fields in report["results"]]  # type: ignore[attr-defined]
     print("\n\n".join(result.table() for result in results))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from command import LOOK, check, make_parser, positive, write
 from environment import describe, headline
-from op_cases import Case, cast_case, copy_side, pack_case, reduce_case
+from op_cases import Case, cast_case, copy_side, gather_case, pack_case, reduce_case
 from optim_cases import adamw_case, phase_case
 from protocol import Effort, NotCapturable, Result, Side, aligned, measure, table
 from stream import compile_stream
@@ -43,7 +43,9 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         for name in copied
     ]
     found += [cast_case(n, a, b) for a, b in ((_FP32, _BF16), (_BF16, _FP32)) for n in dense]
+    found += [gather_case(n, a, _BF16, ranks) for a in (_FP32, _BF16) for n in big]
     found += [reduce_case(name, dtype, ranks) for dtype in (_BF16, _FP32) for name in big]
+    found += [reduce_case(name, _BF16, ranks, apart=True) for name in big]
     found += [adamw_case(name, stream=stream, apart=name == "odd") for name in updated]
     found.append(adamw_case("1,000 small", stream=stream, apart=True))
     found += [adamw_case(name, stream=stream, grad=_BF16) for name in phased]

@@ -221,7 +221,9 @@ def make_step_parser(program: str | None) -> argparse.ArgumentParser:
         metavar="VARIANT,...",
         default="zero3",
         help="how zshard runs, the first compared with all others: zero3, zero2, zero1, ddp, "
-        "prefetch=0, reduce=bf16, joined by + in one variant; default: zero3",
+        "prefetch=0, reduce=bf16, peer (comm='peer'), trace (record every step), joined by + in "
+        "one variant; "
+        "default: zero3",
     )
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--backend", choices=("gloo", "nccl", "fake"), default="gloo")

@@ -11,8 +11,10 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zshard
+from zshard.trace import Trace
 
 __all__ = ["MAKERS", "UNITS", "Contestant", "Setting", "Variant", "make_zshard"]
 
@@ -94,11 +97,15 @@ class Variant:
 
     Args:
         reduce: the dtype of gradients on the wire, "fp32" or "bf16"; None for the setting's.
+        comm: "group", the process group's collectives, or "peer", memory that the ranks share.
+        traced: whether every step is recorded by zshard.trace, and forgotten.
     """
 
     strategy: str = "zero3"
     prefetch: int = 1
     reduce: str | None = None
+    comm: Literal["group", "peer"] = "group"
+    traced: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -116,10 +123,14 @@ class Variant:
                 given[key] = int(value)
             elif key == "reduce" and value in _DTYPES:
                 given[key] = value
+            elif not equals and value == "peer":
+                given["comm"] = value
+            elif not equals and value == "trace":
+                given["traced"] = True
             else:
                 raise ValueError(
                     f"{text!r}: {part!r} is none of zero3, zero2, zero1, ddp, prefetch=NUMBER, "
-                    "reduce=fp32, reduce=bf16 (joined by + in one variant)"
+                    "reduce=fp32, reduce=bf16, peer, trace (joined by + in one variant)"
                 )
         return cls(**given)  # type: ignore[arg-type]
 
@@ -129,7 +140,24 @@ class Variant:
         name = f"zshard {self.strategy}"
         if self.prefetch != 1:
             name += f" prefetch={self.prefetch}"
-        return name if self.reduce is None else f"{name} reduce={self.reduce}"
+        if self.reduce is not None:
+            name += f" reduce={self.reduce}"
+        if self.comm != "group":
+            name += f" {self.comm}"
+        return f"{name} trace" if self.traced else name
+
+
+class Traced(Contestant):
+    """zshard that records every step, and forgets it as the next one begins."""
+
+    _trace: Trace | None = None
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._trace is None:
+            self._context = ExitStack()
+            self._trace = self._context.enter_context(zshard.trace(self.model))
+        self._trace.clear()
+        return super().step(x, y)
 
 
 def make_zshard(setting: Setting, variant: Variant | None = None) -> Contestant:
@@ -141,11 +169,11 @@ def make_zshard(setting: Setting, variant: Variant | None = None) -> Contestant:
         setting.build(),
         strategy=variant.strategy,
         precision=zshard.Precision(setting.compute, reduce),
-        comm="group",
+        comm=variant.comm,
         prefetch=variant.prefetch,
         init="trust" if fake else "check",
     )
-    return Contestant(
+    return (Traced if variant.traced else Contestant)(
         variant.name,
         model,
         zshard.AdamW(model.parameters(), lr=_LR),

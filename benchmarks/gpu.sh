@@ -87,8 +87,8 @@ if [[ $device == cuda ]]; then
     # reading past a tensor's end is seen.
     stage "compute-sanitizer" 120 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         compute-sanitizer --tool memcheck --error-exitcode 86 \
-        "$python" -m pytest tests/test_ops_pack.py tests/test_ops_cast.py tests/test_ops_reduce.py \
-        tests/test_ops_optim.py tests/test_ops_sgd.py -m cuda -q -p no:cacheprovider --maxfail=5
+        "$python" -m pytest tests/test_ops_{pack,cast,peers,reduce,optim,sgd}.py -m cuda -q \
+        -p no:cacheprovider --maxfail=5
     # The kernels whose threads share memory: sums of squares, and the optimizers' prologue.
     stage "racecheck" 60 compute-sanitizer --tool racecheck --error-exitcode 86 \
         "$python" -m pytest tests/test_ops_reduce.py tests/test_ops_optim.py -m cuda -q \

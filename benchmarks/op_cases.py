@@ -1,4 +1,4 @@
-"""The copying kernels beside what torch does: pack_, cast_ and reduce_, and the plain copy.
+"""The copying kernels beside what torch does: packs, casts and reductions, and the plain copy.
 
 Building a case checks every side before anything is timed. The sides of a case share operands and
 outputs, so none has the better memory.
@@ -148,42 +148,94 @@ def cast_case(workload: str, source: torch.dtype, target: torch.dtype) -> Case:
     return Case(f"cast {_NAMES[source]}>{_NAMES[target]} {workload}", nbytes, build)
 
 
+# --- gather-cast ----------------------------------------------------------------------------------
+
+
+def gather_case(workload: str, source: torch.dtype, target: torch.dtype, ranks: int) -> Case:
+    """Shards into a full buffer: gather_cast_ against a copy a shard. All memory is local here."""
+    numel = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload]) // ranks
+    nbytes = ranks * numel * (source.itemsize + target.itemsize)
+
+    def build(device: torch.device, sets: int) -> list[Side]:
+        shapes = ((numel,),) * ranks
+        shards = [random_tensors(shapes, source, device) for _ in range(sets)]
+        fulls = [torch.empty(ranks * numel, dtype=target, device=device) for _ in range(sets)]
+        parts = [full.chunk(ranks) for full in fulls]
+
+        def copies(i: int) -> None:
+            for part, shard in zip(parts[i], shards[i], strict=True):
+                part.copy_(shard)
+
+        sides = [
+            Side("gather_cast_", lambda i: ops.gather_cast_(fulls[i], shards[i])),
+            Side("Tensor.copy_ of each", copies),
+            Side("_foreach_copy_", lambda i: torch._foreach_copy_(parts[i], shards[i])),
+        ]
+        sides = [side._replace(poison=lambda: poison(fulls), nbytes=nbytes) for side in sides]
+        expected = torch.empty_like(fulls[0])
+        reference.gather_cast_(expected, shards[0])
+        for side in sides:
+            side.poison()
+            side.run(0)
+            same(fulls[0], expected, side.name)
+        return sides
+
+    return Case(f"gather {ranks} x {_NAMES[source]}>{_NAMES[target]} {workload}", nbytes, build)
+
+
 # --- reduce ---------------------------------------------------------------------------------------
 
 
-def reduce_case(workload: str, dtype: torch.dtype, ranks: int) -> Case:
-    """After the exchange: one pass of reduce_ against torch's sum, scale, norm and finite check."""
+def reduce_case(workload: str, dtype: torch.dtype, ranks: int, *, apart: bool = False) -> Case:
+    """After the exchange: one pass of reduce_ against torch's sum, scale, norm and finite check.
+
+    ``apart``: a tensor a rank, reduce_peers_ against sums of two. All memory is local here.
+    """
     numel = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload])
     nbytes = numel * (ranks * dtype.itemsize + 4)
     scale = 1.0 / ranks
 
     def build(device: torch.device, sets: int) -> list[Side]:
         chunks = [torch.randn(ranks, numel, device=device).to(dtype) for _ in range(sets)]
+        peers = [[chunk.clone() for chunk in c] if apart else [] for c in chunks]
         accs = [torch.empty(numel, device=device) for _ in range(sets)]
         stats = torch.empty(2, dtype=torch.float64, device=device)
         found: list[Tensor] = []
 
         def torch_sequence(i: int) -> None:
-            torch.sum(chunks[i], 0, dtype=torch.float32, out=accs[i])
+            if apart:
+                accs[i].copy_(peers[i][0])
+                for peer in peers[i][1:]:
+                    accs[i].add_(peer)
+            else:
+                torch.sum(chunks[i], 0, dtype=torch.float32, out=accs[i])
             accs[i].mul_(scale)
             norm = torch.linalg.vector_norm(accs[i])
             found[:] = [norm, norm.isfinite()]
 
+        def ours(i: int) -> None:
+            if apart:
+                ops.reduce_peers_(accs[i], peers[i], scale, stats=stats)
+            else:
+                ops.reduce_(accs[i], chunks[i], scale, stats=stats)
+
+        op = "reduce_peers_" if apart else "reduce_"
         sides = [
-            Side("reduce_", lambda i: ops.reduce_(accs[i], chunks[i], scale, stats=stats)),
-            Side("sum, mul_, norm, isfinite", torch_sequence),
+            Side(op, ours),
+            Side(f"{'add_s' if apart else 'sum'}, mul_, norm, isfinite", torch_sequence),
         ]
         sides = [side._replace(poison=lambda: poison(accs), nbytes=nbytes) for side in sides]
         sides[0].poison()
         sides[0].run(0)
         expected, expected_stats = torch.empty_like(accs[0]), torch.empty_like(stats)
         reference.reduce_(expected, chunks[0], scale, stats=expected_stats)
-        same(accs[0], expected, "reduce_")
-        same(stats, expected_stats, "reduce_'s stats")
+        same(accs[0], expected, op)
+        same(stats, expected_stats, f"{op}'s stats")
         torch_sequence(0)
         same(accs[0], expected, "torch's sum", rtol=1e-5)
         # torch adds the squares in fp32: over 27M elements it is off by 0.15 %.
         same(found[0].double(), stats[0].sqrt(), "torch's norm", rtol=1e-2)
         return sides
 
-    return Case(f"reduce {ranks} x {_NAMES[dtype]} {workload}", nbytes, build)
+    name = f"reduce {ranks} {'apart ' if apart else ''}x {_NAMES[dtype]} {workload}"
+    return Case(name, nbytes, build)

@@ -1,6 +1,9 @@
-"""Session set-up: the fork server of the rank processes, and a seed for every test."""
+"""Session set-up: the fork server of the rank processes; for every test a seed and a transport."""
 
 from __future__ import annotations
+
+import os
+from zlib import crc32
 
 import pytest
 import ranks
@@ -19,3 +22,21 @@ def fork_server() -> None:
 def seeded() -> None:
     """Give every test the same random numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have half of all tests run over the process group where they leave the choice to zshard.
+
+    Which half is in their names, so that a test stays with its transport; ZSHARD_COMM=auto or
+    =group runs all of them alike. (Over "peer" itself simulated ranks are refused.)
+    """
+    if ranks.kTransport not in os.environ:
+        half = crc32(request.node.nodeid.encode()) % 2
+        monkeypatch.setenv(ranks.kTransport, ("group", "auto")[half])
+
+
+@pytest.fixture
+def over_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what the process group's collectives do."""
+    monkeypatch.setenv(ranks.kTransport, "group")

@@ -32,6 +32,9 @@ kPreloaded = [
     *("torch.nn.parallel", "pytest", "zshard"),
 ]
 
+# What comm="auto" stands for; the ranks get it from the test's process.
+kTransport = "ZSHARD_COMM"
+
 # Once a rank has failed, the others get this long to tell their side before they are killed.
 kGraceSeconds = 2.0
 
@@ -125,7 +128,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="zshard-ranks-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         # Plain pickle, not the process's own: that one would hand tensors over as shared memory.
-        call = pickle.dumps((fn, args))
+        call = pickle.dumps((fn, args, os.environ.get(kTransport)))
         ranks = []
         for rank in range(world_size):
             process = _context.Process(
@@ -199,7 +202,9 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
     value, error = None, None
     try:
-        fn, args = pickle.loads(call)
+        fn, args, transport = pickle.loads(call)
+        if transport is not None:
+            os.environ[kTransport] = transport
         with _process_group(rank, world_size, folder, timeout) if group else nullcontext():
             value = fn(rank, world_size, *args)
         payload = pickle.dumps((value, None))
@@ -229,3 +234,16 @@ def _process_group(rank: int, world_size: int, folder: str, timeout: float) -> I
     yield
     # Not on an exception: the report must not wait for peers that will never answer.
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def simulated(rank: int, world_size: int) -> Iterator[None]:
+    """Make this process one rank of many, over torch's fake process group, for a while."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -19,7 +19,7 @@ from zshard import bench, cli
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 240  # seconds for one run of the command, most of it the start of Python
-QUICK_ROUNDS = {"ops": 7, "step": 5}
+QUICK_ROUNDS = {"ops": 7, "step": 5, "collectives": 7}
 
 
 @pytest.fixture
@@ -70,6 +70,7 @@ def test_what_cannot_be_used_ends_with_status_2_and_the_value(
     message: str,
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "120")  # argparse breaks its line where the terminal ends
     status, error = command(*arguments.split())
     assert status == 2
     assert message in error and error.count("\n") == 2, error  # a line of usage, a line of error
@@ -113,10 +114,10 @@ def test_a_peer_that_is_not_installed_or_does_not_import_is_refused_by_name(
     assert status == 2 and "import deepspeed raises OSError('no accelerator')" in error
 
 
-def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def run(folder: Path, *arguments: str, plots: bool = True) -> tuple[dict[str, Any], str]:
     """Run a benchmark with --quick; return its JSON and what it printed."""
     report, plot = folder / "made" / "report.json", folder / "plot.png"
-    line = [*arguments, "--quick", "--json", str(report), "--plot", str(plot)]
+    line = [*arguments, "--quick", "--json", str(report), *(["--plot", str(plot)] * plots)]
     done = subprocess.run(
         [sys.executable, "-m", "zshard", "bench", *line],
         capture_output=True,
@@ -125,7 +126,7 @@ def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
         env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
     )
     assert done.returncode == 0, done.stderr
-    assert plot.read_bytes().startswith(b"\x89PNG\r\n")
+    assert not plots or plot.read_bytes().startswith(b"\x89PNG\r\n")
     assert "only a look" in done.stdout
     return json.loads(report.read_text()), done.stdout
 
@@ -157,16 +158,56 @@ def test_bench_ops_keeps_every_figure_and_the_share_of_the_copy(tmp_path: Path) 
     assert f"{share['median']:.2f}" in printed.split("of copy")[1]
 
 
+def test_bench_collectives_checks_every_way_and_keeps_every_figure(tmp_path: Path) -> None:
+    report, printed = run(tmp_path, "collectives", "--millions", "1", plots=False)
+    check_figures(report, printed)
+    kinds = {result["case"]: list(result["sides"]) for result in report["results"]}
+    ours = ["zshard peer", "zshard group"]
+    for dtype in ("float32", "bfloat16"):
+        assert kinds[f"gather 1M {dtype} N=2"] == [*ours, "gloo all_gather", "copy"]
+        assert kinds[f"pack and reduce 1M {dtype} N=2"] == [*ours, "gloo reduce_scatter"]
+
+
+def test_the_ranks_of_a_benchmark_end_before_their_interpreters_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = "import atexit, os\natexit.register(lambda: open(f'{__file__}.{os.getpid()}', 'w'))\n"
+    (tmp_path / "sitecustomize.py").write_text(site)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, rank_group\n"
+        "cpu = torch.device('cpu')\n"
+        "if __name__ == '__main__':\n"
+        "    print(rank_group.run_ranks(dict, (), ranks=2, backend='gloo', device=cpu))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT / 'benchmarks'}")
+    line = [sys.executable, str(program)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.stdout == "{}\n", done.stderr
+    ended = [path.suffix for path in tmp_path.glob("sitecustomize.py.*")]
+    assert len(ended) == 2, "this program's, and that of multiprocessing's resource tracker"
+
+
+def test_collectives_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from bench_collectives import Way, check
+
+    right, wrong = torch.zeros(3), torch.zeros(3)
+    ways = [Way("a", lambda: right.zero_(), right), Way("b", lambda: wrong.fill_(1.0), wrong)]
+    with pytest.raises(AssertionError, match="sum: b and a differ"):
+        check("sum", ways, 1e-5)
+
+
 def test_bench_step_trains_every_peer_and_variant_alike_and_keeps_every_figure(
     tmp_path: Path,
 ) -> None:
     report, printed = run(
         tmp_path,
         *("step", "--model", "tiny", "--tokens", "8", "--precision", "fp32", "bf16/bf16"),
-        *("--against", "fsdp2,fsdp1,ddp,zero1", "--zshard", "prefetch=0,zero2+reduce=fp32"),
+        *("--against", "fsdp2,fsdp1,ddp,zero1", "--zshard", "prefetch=0,zero2+reduce=fp32,trace"),
     )
     check_figures(report, printed)
-    ours = ["zshard zero3 prefetch=0", "zshard zero2 reduce=fp32"]
+    ours = ["zshard zero3 prefetch=0", "zshard zero2 reduce=fp32", "zshard zero3 trace"]
     cases = {result["case"]: result for result in report["results"]}
     assert {case: list(result["sides"]) for case, result in cases.items()} == {
         "tiny 8 tokens fp32 N=2": [*ours, "FSDP2", "FSDP1", "DDP", "DDP+ZeRO1", "compute"],

@@ -179,3 +179,16 @@ def test_freezing_inside_a_forward_is_refused() -> None:
     model.blocks[0].register_forward_hook(lambda *_: parameter.requires_grad_(False))
     with pytest.raises(zshard.StateError, match=r"outlet\.weight: requires_grad cannot change"):
         model(batch(0, 0))
+
+
+def test_states_of_what_was_frozen_since_are_saved_and_loaded_any_number_of_times() -> None:
+    model = zshard.wrap(Blocks())
+    optimizer = zshard.AdamW(model.parameters())
+    models.loss_of(model, batch(0, 0)).backward()
+    optimizer.step()
+    before = optimizer.state[model.blocks[1].up.weight]["exp_avg"].clone()
+    model.blocks[1].requires_grad_(False)
+    for _ in range(3):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert before.any()
+    assert torch.equal(optimizer.state[model.blocks[1].up.weight]["exp_avg"], before)

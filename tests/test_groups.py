@@ -31,7 +31,7 @@ def ways(rank: int, world_size: int, strategy: str, hosts: int) -> Counter[str]:
                 return real(*args, **kwargs)
 
             patch.setattr(owner, name, counted)
-        model = build(strategy=strategy)
+        model = build(strategy=strategy, comm="group")
         optimizer = zshard.AdamW(model.parameters())
         for step in range(2):
             used.clear()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import models
@@ -22,11 +24,8 @@ kPolicies = {
     "bf16/bf16": zshard.Precision.bf16(reduce=torch.bfloat16),
     "split": zshard.Precision.bf16(reduce=torch.bfloat16, master="split"),
 }
-kOptimizers = {
-    "adamw": lambda params: zshard.AdamW(params),
-    "sgd": lambda params: zshard.SGD(params),
-    "momentum": lambda params: zshard.SGD(params, momentum=0.9),
-}
+kMomentum = partial(zshard.SGD, momentum=0.9)
+kOptimizers = {"adamw": zshard.AdamW, "sgd": zshard.SGD, "momentum": kMomentum}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, rank: int) -> None:
@@ -172,6 +171,7 @@ def test_configurations_of_transformers_are_planned_without_their_memory(tmp_pat
         ((3, 8), "a int is no model"),
         (("gpt:7b", 0), "world_size=0"),
         (("gpt:7b", True), "world_size=True"),
+        (("gpt:7b", 1 << 70), "world_size=1180591620717411303424"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple[object, int], words: str) -> None:
@@ -187,10 +187,19 @@ def test_what_cannot_be_planned_is_refused(arguments: tuple[object, int], words:
         {"activations": -2},
         {"backend": "mpi"},
         {"strategy": "zero4"},
+        {"optimizer": ["lion"]},
+        {"hbm": "80GB"},
+        {"hbm": float("inf")},
+        {"hbm": True},
+        {"precision": "bf16"},
+        {"machine": 5},
+        {"machine": ["h100"]},
+        {"network": "400Gbit"},
+        {"network": True},
     ],
 )
 def test_options_that_mean_nothing_are_refused(option: dict[str, object]) -> None:
-    with pytest.raises(zshard.InputError, match=str(next(iter(option.values())))):
+    with pytest.raises(zshard.InputError, match=re.escape(str(next(iter(option.values()))))):
         zshard.plan(nn.Linear(3, 3), 2, **option)
 
 
@@ -199,32 +208,40 @@ def test_a_wrapped_model_is_refused() -> None:
         zshard.plan(zshard.wrap(nn.Linear(3, 3)), 2)
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "zshard", "plan", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+# --- plans held against models --------------------------------------------------------------------
 
 
-def test_the_command_prints_a_table_of_strategies_and_what_fits() -> None:
-    done = command("gpt:7b", "--world", 8, "--hbm", "80GB", "--precision", "bf16/bf16")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("gpt:7b: 7.00e9 parameters in 33 units, bf16/bf16, adamw")
-    rows = {line.split()[0]: line.split() for line in lines[2:6]}
-    assert list(rows) == kStrategies
-    assert rows["zero3"][1] == "*" and rows["zero3"][-2:] == ["yes", "2"]
-    assert rows["ddp"][-4:] == ["no", "none", "will", "do"]
-    assert lines[-1] == "Into 80.0 GB over 8 ranks: zero1 fits."
+def checked(rank: int, size: int, strategy: str) -> list[str]:
+    """Return what plan.check says before a step, after one, and of other plans."""
+    options = {"strategy": strategy, "precision": kPolicies["bf16"]}
+    planned = zshard.plan(models.build("blocks"), size, **options, backend="gloo")
+    model = zshard.wrap(models.build("blocks"), **options)
+    optimizer = zshard.AdamW(model.parameters())
+    others = {
+        "world": planned.with_world_size(size + 1),
+        "units": zshard.plan(models.build("blocks"), size, units="model", backend="gloo"),
+        "precision": planned.changed(precision=kPolicies["split"]),
+        "optimizer": planned.changed(optimizer="sgd"),
+    }
+    said = [said_of(planned, model)]
+    step(model, optimizer, "blocks", rank)
+    return [*said, said_of(planned, model), *(said_of(each, model) for each in others.values())]
 
 
-def test_the_command_prints_json() -> None:
-    done = command("gpt:7b", "--world", 8, "--hbm", "80GiB", "--json")
-    printed = json.loads(done.stdout)
-    planned = zshard.plan("gpt:7b", 8, precision=kPolicies["bf16"]).to_dict()
-    assert {key: printed[key] for key in planned} == planned
-    assert printed["fit"]["hbm"] == 80 * 2**30
+def said_of(planned: zshard.Plan, model: nn.Module) -> str:
+    try:
+        planned.check(model)
+    except zshard.PlanError as error:
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("given", [("--hbm", "80XB"), ("--world", "0"), ("--hbm", "0")])
-def test_the_command_refuses_bad_input(given: tuple[str, str]) -> None:
-    done = command("gpt:7b", "--world", 8, *given)
-    assert done.returncode == 2 and given[1] in done.stderr
+@pytest.mark.parametrize("strategy", kStrategies)
+def test_a_plan_checks_the_model_that_it_was_made_for_and_no_other(strategy: str) -> None:
+    for early, now, world, units, precision, optimizer in run_ranks(checked, 2, strategy):
+        assert "gradients of the model: 0 bytes" in early and "after a step" in early
+        assert now == ""
+        assert "for 3 ranks, and the model is sharded over 2" in world
+        assert "the plan has 1 units" in units
+        assert "master of unit 'root'" in precision
+        assert "optimizer of the model" in optimizer and "planned 0" in optimizer

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import models
@@ -17,6 +19,7 @@ from models import Block, Blocks
 from ranks import run_ranks
 from steps import batch
 from torch import Tensor, nn
+from training import Wrapped, together
 
 import zshard
 from zshard.wrap import schedule_of
@@ -218,6 +221,28 @@ kScripts = {
 }
 
 
+def gradients(
+    model: nn.Module, world_size: int, strategy: str | None, number: int
+) -> list[tuple[str, Tensor]]:
+    log: list[tuple[str, Tensor]] = []
+    for name, parameter in model.named_parameters():
+        if strategy is not None:
+            grad = zshard.full_grad(model, name)
+        else:
+            grad = parameter.grad
+            if world_size > 1:
+                has = torch.tensor(float(grad is not None))
+                dist.all_reduce(has)
+                if has > 0:
+                    grad = torch.zeros_like(parameter) if grad is None else grad
+                    parameter.grad = grad.div_(world_size)
+                    dist.all_reduce(grad)
+        assert (grad is None) == (parameter.grad is None), name
+        if grad is not None:
+            log.append((f"{number} gradient {name}", grad.detach().clone()))
+    return log
+
+
 def run(rank: int, world_size: int, script: str, strategy: str | None) -> list[tuple[str, Tensor]]:
     step, build, options = kScripts[script]
     torch.manual_seed(0)
@@ -229,24 +254,19 @@ def run(rank: int, world_size: int, script: str, strategy: str | None) -> list[t
     for number in range(4):
         seen = step(model, rank, number)
         log += [(f"{number} {i}", tensor.detach().clone()) for i, tensor in enumerate(seen)]
-        for name, parameter in model.named_parameters():
-            if strategy is not None:
-                grad = zshard.full_grad(model, name)
-            else:
-                grad = parameter.grad
-                if world_size > 1:
-                    has = torch.tensor(float(grad is not None))
-                    dist.all_reduce(has)
-                    if has > 0:
-                        grad = torch.zeros_like(parameter) if grad is None else grad
-                        parameter.grad = grad.div_(world_size)
-                        dist.all_reduce(grad)
-            assert (grad is None) == (parameter.grad is None), name
-            if grad is not None:
-                log.append((f"{number} gradient {name}", grad.detach().clone()))
+        # One by one after the last step, as a script would; before it, at the price of one gather.
+        with together(Wrapped(model)) if strategy is not None and number < 3 else nullcontext():
+            log += gradients(model, world_size, strategy, number)
         optimizer.step()
         optimizer.zero_grad()
     return log
+
+
+@cache  # the plain side is that of every strategy
+def side(script: str, strategy: str | None, world_size: int) -> list[list[tuple[str, Tensor]]]:
+    if world_size == 1:
+        return [run(0, 1, script, strategy)]
+    return run_ranks(run, world_size, script, strategy)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -255,10 +275,7 @@ def run(rank: int, world_size: int, script: str, strategy: str | None) -> list[t
 def test_gradients_and_outputs_are_the_plain_models(
     script: str, strategy: str, world_size: int
 ) -> None:
-    sides = [
-        [run(0, 1, script, each)] if world_size == 1 else run_ranks(run, 2, script, each)
-        for each in (strategy, None)
-    ]
+    sides = [side(script, each, world_size) for each in (strategy, None)]
     # Several reductions are averaged one by one, and the hand-made reference averages their sum.
     exact = world_size == 1 or script not in (
         "a_second_backward",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import models
 import pytest
 import torch
@@ -124,11 +126,16 @@ def ddp(rank: int, world_size: int, clip: tuple[float, float] | None) -> Record:
     return train(side, adamw(side.module), data, clip=clip, accumulate=2, no_sync=True)
 
 
+@cache  # the same beside every strategy
+def by_ddp(world_size: int, clip: tuple[float, float] | None) -> list[Record]:
+    return run_ranks(ddp, world_size, clip)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "ddp", "by_block"])
 def test_hsdp_on_a_two_by_two_mesh_is_within_tolerance_of_ddp(strategy: str) -> None:
     actual = run_ranks(hybrid, 4, (2, 2), strategy, kClip)
     assert_ranks_hold_the_same_model(actual)
-    for ours, theirs in zip(actual, run_ranks(ddp, 4, kClip), strict=True):
+    for ours, theirs in zip(actual, by_ddp(4, kClip), strict=True):
         assert_close(ours, theirs, tolerance=2e-5)
 
 
@@ -137,7 +144,7 @@ def test_hsdp_on_a_two_by_two_mesh_is_within_tolerance_of_ddp(strategy: str) -> 
 def test_hsdp_with_one_rank_along_an_axis_has_ddps_bits(
     shape: tuple[int, int], strategy: str
 ) -> None:
-    actual, expected = run_ranks(hybrid, 2, shape, strategy, None), run_ranks(ddp, 2, None)
+    actual, expected = run_ranks(hybrid, 2, shape, strategy, None), by_ddp(2, None)
     for ours, theirs in zip(actual, expected, strict=True):
         assert_same_bits(ours, theirs)
 

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zshard
 from zshard import streams
 
+pytestmark = pytest.mark.usefixtures("over_the_group")  # GPUs go over it
+
 
 @contextmanager
 def modelled(options: dict[str, object]) -> Iterator[tuple[Model, nn.Module]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import ranks
@@ -57,15 +58,31 @@ def run(side: Plain | Wrapped, data: list[Batch], rank: int) -> Outcome:
     return Outcome(record, evaluation, dict(side.module.named_buffers()), routing)
 
 
+def wrapped(rank: int, world_size: int, name: str, options: dict[str, object]) -> Outcome:
+    side = Wrapped(zshard.wrap(third_party.build(name), **options))
+    return run(side, third_party.batches(name, kSteps, rank), rank)
+
+
+def plain(rank: int, world_size: int, name: str) -> Outcome:
+    side = Plain(third_party.build(name), world_size, third_party.kCases[name].unused)
+    return run(side, third_party.batches(name, kSteps, rank), rank)
+
+
+@cache  # the same for every strategy
+def expected_of(name: str, world_size: int) -> list[Outcome]:
+    """What the plain model comes to, under DDP on several ranks."""
+    return [plain(0, 1, name)] if world_size == 1 else run_ranks(plain, world_size, name)
+
+
 def both_sides(
-    rank: int, world_size: int, name: str, options: dict[str, object]
-) -> tuple[Outcome, Outcome]:
-    """Train the same case plain (under DDP on several ranks), then wrapped: (wrapped, plain)."""
-    data = third_party.batches(name, kSteps, rank)
-    plain = Plain(third_party.build(name), world_size, third_party.kCases[name].unused)
-    expected = run(plain, data, rank)
-    wrapped = Wrapped(zshard.wrap(third_party.build(name), **options))
-    return run(wrapped, data, rank), expected
+    name: str, world_size: int, options: dict[str, object]
+) -> list[tuple[Outcome, Outcome]]:
+    """Train the same case wrapped and plain: (wrapped, plain) of every rank."""
+    if world_size == 1:
+        actual = [wrapped(0, 1, name, options)]
+    else:
+        actual = run_ranks(wrapped, world_size, name, options)
+    return list(zip(actual, expected_of(name, world_size), strict=True))
 
 
 def assert_same_outcome(actual: Outcome, expected: Outcome) -> None:
@@ -90,7 +107,7 @@ def assert_ranks_differ(outcomes: list[Outcome]) -> None:
 @pytest.mark.parametrize("strategy", kStrategies)
 @pytest.mark.parametrize("name", third_party.kCases)
 def test_five_steps_equal_ddps_bit_by_bit(name: str, strategy: str) -> None:
-    results = run_ranks(both_sides, 2, name, {"strategy": strategy})
+    results = both_sides(name, 2, {"strategy": strategy})
     for actual, expected in results:
         assert_same_outcome(actual, expected)
         assert_trained(name, expected)
@@ -100,7 +117,7 @@ def test_five_steps_equal_ddps_bit_by_bit(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", kStrategies)
 @pytest.mark.parametrize("name", third_party.kCases)
 def test_five_steps_equal_the_plain_models_bit_by_bit(name: str, strategy: str) -> None:
-    actual, expected = both_sides(0, 1, name, {"strategy": strategy})
+    ((actual, expected),) = both_sides(name, 1, {"strategy": strategy})
     assert_same_outcome(actual, expected)
     assert_trained(name, expected)
 
@@ -111,7 +128,7 @@ def test_five_steps_equal_the_plain_models_bit_by_bit(name: str, strategy: str) 
 )
 def test_steps_of_experts_that_are_units_equal_ddps(name: str, strategy: str) -> None:
     options = {"strategy": strategy, "units": third_party.blocks_and_experts(name)}
-    results = run_ranks(both_sides, 2, name, options)
+    results = both_sides(name, 2, options)
     for actual, expected in results:
         assert_same_outcome(actual, expected)
     mine, other = (expected.routing for _, expected in results)

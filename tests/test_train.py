@@ -17,7 +17,7 @@ from zshard.errors import InputError
 from zshard.gpt import GPT
 from zshard.job import Job, Place
 from zshard.options import TrainOptions, changes_on_resume, resolve
-from zshard.train import Run, learning_rate, train
+from zshard.train import Run, train
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_one_rank_takes_the_steps_of_plain_torch(text: Path) -> None:
             loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, step)
+            group["lr"] = options.learning_rate(step)
         optimizer.step()
         optimizer.zero_grad()
         taken = run.take_step()

@@ -6,6 +6,7 @@
 from .checkpoint import Loaded, SaveHandle, export, latest, load, load_weights, save
 from .clip import clip_grad_norm_
 from .comm import CommStats
+from .describe import describe
 from .errors import (
     CheckpointError,
     CommError,
@@ -13,16 +14,19 @@ from .errors import (
     InputError,
     MismatchError,
     OptimizerError,
+    PlanError,
     ShardedAccessError,
     StateError,
     WrapError,
 )
 from .optim import SGD, Adam, AdamW
-from .plan import Fit, Plan, plan
+from .planning import Alternative, Fit, Link, Machine, Plan, plan
 from .precision import Precision
 from .scaler import GradScaler
-from .session import memory, method, no_sync, reset, stats, trace
+from .session import method, no_sync, reset, stats, trace
 from .state import state_dict
+from .trace_file import merge_traces
+from .usage import memory
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
 from .wrap import wrap
 
@@ -30,6 +34,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Alternative",
     "CheckpointError",
     "CommError",
     "CommStats",
@@ -37,16 +42,20 @@ __all__ = [
     "Fit",
     "GradScaler",
     "InputError",
+    "Link",
     "Loaded",
+    "Machine",
     "MismatchError",
     "OptimizerError",
     "Plan",
+    "PlanError",
     "Precision",
     "SaveHandle",
     "ShardedAccessError",
     "StateError",
     "WrapError",
     "clip_grad_norm_",
+    "describe",
     "export",
     "full_grad",
     "full_param",
@@ -57,6 +66,7 @@ __all__ = [
     "local_shards",
     "mark_updated",
     "memory",
+    "merge_traces",
     "method",
     "no_sync",
     "plan",

@@ -276,6 +276,8 @@ class Agreement:
         """Bring ``mine``; return when it is served, or all ranks are about to begin something."""
         while True:
             words = self._comm.all_gather_words(mine, Tag(0, "agree", label))
+            if mine.ask not in (Ask.GATHER, Ask.READY) and words.count([*mine]) == len(words):
+                return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
             messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]
             asking = [m for m in messages if m.ask in (Ask.GATHER, Ask.READY)]
             if not asking:

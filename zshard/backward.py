@@ -82,13 +82,14 @@ class Backward:
         if unit is self.current and unit.state is State.GATHERED:
             return  # another output of the same call
         self.current = unit
+        self._crew.end_backward()
         for other in self._units[1:]:
             # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
             # nothing left to compute. One around it has; one inside may share its output tensor.
             if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
                 self._crew.release(other)
         self._forwards.obtain(unit)
-        self._crew.note("backward", unit)
+        self._crew.enter("backward", unit)
         self._agreement.look_ahead()
 
     def _begin(self, first: str) -> None:
@@ -142,13 +143,16 @@ class Backward:
         # The root's reduction is the last in any case, and nothing would hide it.
         if unit is self._root or not unit.all_fired:
             return
+        self._crew.end_backward(unit)
         if unit.may_free_early:
             self._crew.release(unit)
         if self._reduces:
             self._agreement.ready(unit)
+        self._crew.resume_backward()
 
     def _finish(self) -> None:
         """Free every unit and complete the reductions."""
+        self._crew.end_backward()
         for unit in self._units:
             self._crew.release(unit)
         self._agreement.finish()
@@ -224,6 +228,7 @@ class Backward:
     def abandon(self, strayed: bool) -> None:
         """Leave the forward or backward under way; see ``Schedule.reset``."""
         self._agreement.abort()
+        self._crew.leave_all()
         for flat in self._reducer.flats:
             flat.grads.drop_leaves()
         reduces = self._crew.phase is Phase.BACKWARD and self._reduces

@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from .errors import Error
+from .errors import MissingPackage
 
 BENCHMARKS = {
     "ops": "kernels beside torch's",
     "step": "whole training steps beside FSDP2, FSDP1, DDP, ZeroRedundancyOptimizer, DeepSpeed",
+    "collectives": "gathers and reductions, shared memory beside gloo",
     "memory": "peak resident memory of a rank, beside FSDP2, FSDP1 and DDP",
     "breakdown": "where the time of zshard's step goes",
+    "machine": "how fast this machine computes, moves and sends, for zshard plan --machine",
+    "plan": "step times that zshard plan predicts, over measured ones",
     "checkpoint": "saving and loading, beside torch.distributed.checkpoint and a plain copy",
 }
 _OPTIONAL = ("matplotlib", "tabulate", "tqdm")
-
-
-class MissingPackage(Error, ImportError):
-    """A package that only the benchmarks need is not installed."""
 
 
 def run(

@@ -21,7 +21,8 @@ from .gpt import SIZES
 from .job import Place
 from .launch import LOST_PEER, InterruptedJob, choose_ranks, launch
 from .options import TrainOptions, resolve
-from .plan_command import add_plan, run_plan
+from .planning.command import add_plan, run_plan
+from .steptrace import make_folder
 
 _FAILED, _USAGE = 1, 2  # exit statuses
 
@@ -84,6 +85,8 @@ def _train(given: dict[str, object], arguments: Sequence[str], place: Place | No
         ranks = choose_ranks(options.ranks, options.device)
         files = find_files(options.data)
         check_size(sum(file.stat().st_size for file in files), len(files), options.seq)
+        if options.trace is not None:
+            make_folder(options.trace)
         if ranks > 1:
             return launch(ranks, arguments)
         place = Place()
@@ -203,6 +206,22 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add(output, "save-every", int, "steps between two checkpoints")
     add(output, "keep", int, "checkpoints that stay, the newest")
     add(output, "sample", int, "bytes of text to generate at the end")
+    output.add_argument(
+        "--trace",
+        metavar="FOLDER",
+        help="trace steps 3 to 7 after the start on every rank: a file a rank, and trace.json with "
+        "all of them, for ui.perfetto.dev; prints what rank 0 waited for",
+    )
+    output.add_argument(
+        "--plan",
+        action="store_true",
+        help="print first what a rank will take, and in the end what it took",
+    )
+    output.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="with --plan, predict the time of a step: see zshard plan --machine and --calibrate",
+    )
 
 
 def _info() -> str:

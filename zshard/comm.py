@@ -5,17 +5,25 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import CommError
+from .errors import CommError, Error
 from .groups import Ranks, groups_of
-from .messages import Work
+from .messages import Together, Work
+from .peer import Transport, on_every_replica
+from .simulated import ranks_of
 from .streams import Lane, Mark, compute_waits
+from .trace import Trace
+from .trace_records import Transfer
+
+_NOTHING = nullcontext()
 
 
 class Tag(NamedTuple):
@@ -35,36 +43,66 @@ class CommStats:
 
     Attributes:
         calls: collectives issued, by operation.
-        sent_bytes: bytes this rank had to send, by operation: the textbook volume.
+        sent_bytes: bytes that other ranks needed of this one, by operation: the textbook volume.
+        wire_bytes: the part of it that went through the process group, not over shared memory.
         exposed_seconds: time the host spent waiting for a collective; with NCCL, where the compute
             stream waits instead, for other hosts alone.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
+    wire_bytes: Counter[str] = field(default_factory=Counter)
     exposed_seconds: float = 0.0
 
     def reset(self) -> None:
         """Start counting anew."""
         self.calls.clear()
         self.sent_bytes.clear()
+        self.wire_bytes.clear()
         self.exposed_seconds = 0.0
 
 
 class Handle:
-    """A collective under way; after ``wait`` the compute stream may use its result."""
+    """A collective under way; after ``wait`` the compute stream may use its result.
 
-    def __init__(self, comm: Comm, work: Work | None, mark: Mark, op: str, tag: Tag) -> None:
+    Attributes:
+        transfer: its record, if it was traced.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        work: Work | None,
+        mark: Mark,
+        op: str,
+        tag: Tag,
+        transfer: Transfer | None = None,
+    ) -> None:
         self._comm, self._work, self._mark, self._op, self._tag = comm, work, mark, op, tag
+        self.transfer = transfer
 
     def wait(self) -> None:
         """Wait for the result: the compute stream on CUDA, the host on CPU."""
+        trace = self._comm.trace
+        if trace is None or self._comm.on_lane:
+            self._wait()
+            return
+        stall = trace.hold(self._op, self._tag, self.transfer)
+        try:
+            self._wait()
+        finally:
+            trace.resume(stall)
+
+    def _wait(self) -> None:
         if self._work is not None:
             start = time.perf_counter()
             with self._comm.named_errors(self._op, self._tag):
                 self._work.wait()
-            self._comm.stats.exposed_seconds += time.perf_counter() - start
+            now = time.perf_counter()
+            self._comm.stats.exposed_seconds += now - start
             self._work = None
+            if self.transfer is not None:
+                self.transfer.waited(start, now)
         compute_waits(self._mark)
 
 
@@ -81,7 +119,7 @@ class _NamedErrors(NamedTuple):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+        if isinstance(error, RuntimeError) and not isinstance(error, Error):
             self.comm.broken = True
             raise CommError(
                 f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
@@ -96,24 +134,32 @@ class Comm:
     Args:
         mesh: see ``groups_of``.
         device: where the buffers live.
+        transport: of the sharding group; see ``wrap``.
     """
 
-    def __init__(self, mesh: dist.ProcessGroup | DeviceMesh | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        mesh: dist.ProcessGroup | DeviceMesh | None,
+        device: torch.device,
+        transport: Transport = "group",
+    ) -> None:
         replicas, shards = groups_of(mesh)
-        self.shards = Ranks(shards, device)  # the sharding group
-        self.replicas = Ranks(replicas, device)  # the ranks that hold the same shard (HSDP)
+        self.shards = ranks_of(shards, device)  # the sharding group
+        self.replicas = ranks_of(replicas, device)  # the ranks that hold the same shard (HSDP)
         # The global ranks along both axes: models that have these in common meet each other.
         self.ranks = self.shards.members, self.replicas.members
         self.broken = False  # a collective has failed; those to come cannot be expected to work
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
+        self.trace: Trace | None = None  # records what goes through
         # gather: all-gathers run ahead of the unit that computes, so they need their own order.
         self.gather_lane = Lane(device)
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
-        for over in self.axes:
-            with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):
+        with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):
+            for over in self.axes:
                 over.find_hosts()
+            self.shards = on_every_replica(transport, self.shards, self.replicas, device)
 
     @property
     def size(self) -> int:
@@ -134,6 +180,14 @@ class Comm:
     def place(self) -> int:
         """This rank's place among all of them, replica by replica."""
         return self.replicas.rank * self.shards.size + self.shards.rank
+
+    def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
+        """(numel,): memory for what the shards' collectives take from this rank.
+
+        Ranks that share memory make it together. ``whole``: see ``Ranks.empty``.
+        """
+        with self.named_errors("all_gather_object", Tag(0, "wrap", "memory")):
+            return self.shards.empty(numel, dtype, whole=whole)
 
     def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""
@@ -160,10 +214,9 @@ class Comm:
             lasting: see ``Ranks.start_gather``.
         """
         over, lane = over or self.shards, lane or self.gather_lane
-        with lane.after_compute(), self.named_errors("all_gather", tag):
-            self._count("all_gather", shard.nbytes * (over.size - 1), tag)
-            work = over.start_gather(full, shard, lasting=lasting)
-            return Handle(self, work, lane.mark(), "all_gather", tag)
+        sent = shard.nbytes * (over.size - 1)
+        start = partial(over.start_gather, full, shard, lasting=lasting)
+        return self._start("all_gather", sent, tag, lane, over, start)
 
     def exchange(
         self,
@@ -175,33 +228,68 @@ class Comm:
     ) -> Handle:
         """Start the communication of a reduce-scatter of ``packed`` (N * S,), uint8 of ``dtype``.
 
-        ``chunks`` (C * S,), likewise, receives what the caller then sums in rank order; see
-        ``Ranks.chunks``. Runs on the reduce lane; both have to be long-lived.
+        ``chunks`` (C, S), likewise, receives what the caller then sums in rank order, or is
+        ``Ranks.rows_for_me``. Runs on the reduce lane; both have to be long-lived.
         """
-        with self.reduce_lane.after_compute(), self.named_errors("reduce_scatter", tag):
-            self._count("reduce_scatter", packed.nbytes // over.size * (over.size - 1), tag)
-            work = over.start_exchange(chunks, packed, dtype)
-            return Handle(self, work, self.reduce_lane.mark(), "reduce_scatter", tag)
+        sent = packed.nbytes // over.size * (over.size - 1)
+        start = partial(over.start_exchange, chunks, packed, dtype)
+        return self._start("reduce_scatter", sent, tag, self.reduce_lane, over, start)
 
     def all_reduce(
         self, value: torch.Tensor, tag: Tag, over: Ranks, *, maximum: bool = False
     ) -> Handle:
         """Start summing ``value`` (or taking its maximum), in place; a host's goes to hosts."""
-        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        volume = 2 * value.nbytes * (over.size - 1) // over.size
-        with self.reduce_lane.after_compute(), self.named_errors("all_reduce", tag):
-            self._count("all_reduce", volume, tag)
-            nccl = over.nccl and not value.is_cpu
-            group = over.group if nccl else over.control
-            work = dist.all_reduce(value, op, group, async_op=not nccl)
-            return Handle(self, work, self.reduce_lane.mark(), "all_reduce", tag)
+        sent = 2 * value.nbytes * (over.size - 1) // over.size
+        start = partial(over.start_all_reduce, value, maximum=maximum)
+        return self._start("all_reduce", sent, tag, self.reduce_lane, over, start)
+
+    def reclaim(self, lent: torch.Tensor, tag: Tag) -> None:
+        """Wait until ``lent``, which the shards' collectives took, may be written again."""
+        if self.shards.in_memory and not self.broken:
+            start = time.perf_counter()
+            with self.named_errors("reclaim", tag):
+                self.shards.note("reclaim", *tag)
+                self.shards.reclaim(lent)
+            self.stats.exposed_seconds += time.perf_counter() - start
+
+    def _start(
+        self,
+        op: str,
+        sent: int,
+        tag: Tag,
+        lane: Lane,
+        over: Ranks,
+        start: Callable[[], Work | None],
+    ) -> Handle:
+        """Have ``start`` give a collective to the backend, which sends ``sent`` bytes."""
+        trace, transfer = self.trace, None
+        if trace is not None:
+            name = "gather" if lane is self.gather_lane else "reduce"
+            transfer = trace.issue(op, tag, sent, name)
+        with lane.after_compute(), self.named_errors(op, tag):
+            self._count(op, sent, tag, over)
+            if transfer is not None and trace is not None and lane.stream is not None:
+                transfer.start = trace.stamp()
+            work = start()
+            if transfer is not None and trace is not None:
+                if work is None:  # it runs on the lane, or is done
+                    transfer.ends.append(trace.stamp())
+                elif over.in_memory:
+                    transfer.by_waiter = True
+                else:
+                    transfer.watch(work.works if isinstance(work, Together) else [work])
+            handle = Handle(self, work, lane.mark(), op, tag, transfer)
+        if transfer is not None and trace is not None and not self.on_lane:
+            transfer.back = trace.stamp()
+        return handle
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
         """Replace ``value`` by that of the first of all ranks, in place."""
         for over in self.axes:
-            with self.named_errors("broadcast", tag):
-                self._count("broadcast", value.nbytes if over.rank == 0 else 0, tag)
-                dist.broadcast(value, group=over.group, group_src=0)
+            sent = value.nbytes if over.rank == 0 else 0
+            op, on_host = "broadcast", value.is_cpu
+            with self.named_errors(op, tag), self._met(op, sent, tag, over, on_host):
+                over.broadcast(value)
 
     def all_gather_words(self, words: Sequence[int], tag: Tag) -> list[list[int]]:
         """Every rank's ``words`` (equally many), in the order of ``place``; the host waits."""
@@ -209,8 +297,8 @@ class Comm:
             return [list(words)]
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         for over in self.axes:
-            with self.named_errors("agree", tag):
-                self._count("agree", mine.nbytes * (over.size - 1), tag)
+            sent = mine.nbytes * (over.size - 1)
+            with self.named_errors("agree", tag), self._met("agree", sent, tag, over):
                 mine = over.all_gather_words(mine)
         return mine.view(-1, len(words)).tolist()
 
@@ -218,11 +306,10 @@ class Comm:
         """Every rank's ``value``, in the order of ``place``. For set-up, not for steps."""
         everyone = [value]
         for over in self.axes:
-            out: list[list[object]] = [[] for _ in range(over.size)]
-            with self.named_errors("all_gather_object", tag):
-                self._count("all_gather_object", 0, tag)
-                dist.all_gather_object(out, everyone, over.control)
-            everyone = [item for part in out for item in part]
+            op = "all_gather_object"
+            with self.named_errors(op, tag), self._met(op, 0, tag, over):
+                parts = over.all_gather_object(everyone)
+            everyone = [item for part in parts for item in cast("list[object]", part)]
         return everyone
 
     @property
@@ -230,8 +317,33 @@ class Comm:
         """Along which a collective over all ranks goes, one after the other."""
         return [over for over in (self.shards, self.replicas) if over.size > 1]
 
-    def _count(self, op: str, sent: int, tag: Tag) -> None:
+    @property
+    def on_lane(self) -> bool:
+        """Whether the reduce lane is the current stream; what waits there holds up no compute."""
+        stream = self.reduce_lane.stream
+        return stream is not None and torch.cuda.current_stream(stream.device) == stream
+
+    def summing(self, tag: Tag) -> AbstractContextManager[None]:
+        """A context for the local sum that follows an exchange."""
+        if self.trace is None:
+            return _NOTHING
+        stream = "reduce" if self.on_lane else "compute"
+        return self.trace.span("sum", tag.unit, stream)
+
+    def _met(
+        self, op: str, sent: int, tag: Tag, over: Ranks, on_host: bool = True
+    ) -> AbstractContextManager[None]:
+        """A context for a collective that is waited for at once."""
+        self._count(op, sent, tag, over)
+        if self.trace is None:
+            return _NOTHING
+        return self.trace.meet(op, tag, sent, on_host=on_host)
+
+    def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
         self.stats.calls[op] += 1
         self.stats.sent_bytes[op] += sent
+        if not over.in_memory:
+            self.stats.wire_bytes[op] += sent
+        over.note(op, *tag)
         if self.interpose is not None:
             self.interpose(op, tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.autograd.profiler import record_function
@@ -13,6 +14,8 @@ from .phase import Phase
 from .reduction import Reducer
 from .trace import Trace
 from .unit import State, Unit
+
+_NOTHING = nullcontext()
 
 
 class Crew:
@@ -27,7 +30,6 @@ class Crew:
         self._root, self._comm, self._reducer = units[0], comm, reducer
         self.phase = Phase.IDLE
         self.step = 0
-        self.trace: Trace | None = None
 
     @property
     def has_peers(self) -> bool:
@@ -36,31 +38,31 @@ class Crew:
 
     def gather(self, unit: Unit) -> None:
         """Start gathering what this rank needs, or will."""
-        self.note("gather", unit)
         tag = self._tag("gather", unit)
-        try:
-            unit.gather(tag, move=self.phase is not Phase.BACKWARD)
-        except StateError:
-            unit.join(tag)  # the other ranks are in it
-            raise
+        with self.doing("gather", unit):
+            try:
+                unit.gather(tag, move=self.phase is not Phase.BACKWARD)
+            except StateError:
+                unit.join(tag)  # the other ranks are in it
+                raise
 
     def join(self, unit: Unit) -> None:
         """Take part in a gather that this rank does not need."""
         if unit.strategy.resident and unit.state is State.SHARDED:
             self.gather(unit)  # it will be needed, and lies where it has to
         elif self._comm.size > 1:
-            self.note("join", unit)
-            unit.join(self._tag("gather", unit))
+            with self.doing("join", unit):
+                unit.join(self._tag("gather", unit))
 
     def wait(self, unit: Unit) -> None:
         """Have the whole parameters there, if they are on the way."""
         if unit.state is State.GATHERING:
-            self.note("wait", unit)
-            unit.wait()
+            with self.doing("wait", unit):
+                unit.wait()
 
     def reduce(self, unit: Unit) -> None:
         """Reduce the gradients that are there."""
-        self._reducer.reduce(unit, self._tag("reduce", unit), self.note)
+        self._reducer.reduce(unit, self._tag("reduce", unit), self.doing)
 
     def end_reductions(self, *, failed: bool = False, strayed: bool = False) -> None:
         """Complete the reductions, and tell the ranks what came out."""
@@ -79,16 +81,72 @@ class Crew:
     def reshard(self, unit: Unit) -> None:
         """Give up the whole parameters, if they are there."""
         if unit.state is not State.SHARDED:
-            self.note("reshard", unit)
-            unit.reshard()
+            with self.doing("reshard", unit):
+                unit.reshard()
 
-    def note(self, phase: str, unit: Unit) -> None:
-        """Tell the trace, and the profiler, that ``phase`` begins for ``unit``."""
-        if self.trace is not None:
-            self.trace.add(phase, unit.label)
-        if torch._C._autograd._profiler_enabled():
+    # --- what the trace and the profiler are told ------------------------------------------------
+
+    def enter(self, phase: str, unit: Unit) -> None:
+        """A forward or backward of ``unit`` begins; ``leave`` or ``end_backward`` ends it.
+
+        To the profiler it is a mark: what begins in one hook may end on another thread, or never.
+        """
+        if (trace := self._comm.trace) is not None:
+            trace.enter(phase, unit.label)
+        if _profiled():
             with record_function(f"zshard::{phase} {unit.label}"):
                 pass
 
+    def leave(self, unit: Unit) -> None:
+        """The forward of ``unit`` has ended, if one was under way."""
+        if (trace := self._comm.trace) is not None:
+            trace.leave("forward", unit.label)
+
+    def leave_all(self) -> None:
+        """The forward or backward under way was left by an exception."""
+        if (trace := self._comm.trace) is not None:
+            trace.leave_all()
+
+    def end_backward(self, unit: Unit | None = None) -> None:
+        """The backward under way has ended; with ``unit``, if it is of that."""
+        if (trace := self._comm.trace) is not None:
+            trace.end_backward(None if unit is None else unit.label)
+
+    def resume_backward(self) -> None:
+        """What autograd comes to now is the root's, if no other unit's backward is under way."""
+        if (trace := self._comm.trace) is not None:
+            trace.resume_backward(self._root.label)
+
+    def doing(self, phase: str, unit: Unit) -> AbstractContextManager[None]:
+        """A context that is ``phase`` of ``unit``; of a gather or reduce, the issuing of it."""
+        if self._comm.trace is None and not _profiled():
+            return _NOTHING
+        return _Doing(self._comm.trace, phase, unit.label)
+
     def _tag(self, phase: str, unit: Unit) -> Tag:
         return Tag(self.step, phase, unit.label)
+
+
+class _Doing:
+    """The context of ``Crew.doing``. (A generator's takes twice as long.)"""
+
+    def __init__(self, trace: Trace | None, phase: str, unit: str) -> None:
+        self._trace, self._phase, self._unit = trace, phase, unit
+        self._range: record_function | None = None
+
+    def __enter__(self) -> None:
+        if self._trace is not None:
+            self._trace.enter(self._phase, self._unit)
+        if _profiled():
+            self._range = record_function(f"zshard::{self._phase} {self._unit}")
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(*exception)
+        if self._trace is not None:
+            self._trace.leave(self._phase, self._unit)
+
+
+def _profiled() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())

@@ -28,15 +28,18 @@ from . import ops
 from .boxes import Box, boxes_of
 from .errors import StateError
 from .param import Sharded
+from .simulated import require_real
 
 
 def write_items(sharded: Sharded, name: str) -> list[WriteItem]:
     """What this rank writes of ``sharded``, stored as ``name``.
 
     Raises:
-        StateError: if the parameters hold no valid values.
+        StateError: if the parameters hold no valid values, or ranks are simulated.
     """
-    sharded.flat.schedule.require_values("torch.distributed.checkpoint.save")
+    what, schedule = "torch.distributed.checkpoint.save", sharded.flat.schedule
+    require_real(schedule.comm.axes, what)
+    schedule.require_values(what)
     dtype = torch.float32 if sharded._local is None else sharded._local.dtype
     return [
         WriteItem(
@@ -51,6 +54,7 @@ def write_items(sharded: Sharded, name: str) -> list[WriteItem]:
 def chunks_to_read(sharded: Sharded) -> list[ChunkStorageMetadata]:
     """What this rank owns of ``sharded``, all of which is about to be written."""
     flat = sharded.flat
+    require_real(flat.schedule.comm.axes, "torch.distributed.checkpoint.load")
     flat.before_write()
     if sharded._local is None:
         flat.updated(send_written=True)

@@ -35,5 +35,13 @@ class OptimizerError(Error):
     """An optimizer that cannot work on shards, or whose state does not fit the model."""
 
 
+class MissingPackage(Error, ImportError):
+    """A package that only this needs is not installed; names it, and how to install it."""
+
+
 class CheckpointError(Error):
     """A checkpoint that cannot be written or read; names the path, the file and the tensor."""
+
+
+class PlanError(Error):
+    """A model in training takes other memory than was planned; names the kinds and the units."""

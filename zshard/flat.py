@@ -87,7 +87,7 @@ class Flat:
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.resident: torch.Tensor | None = None
-        self.master = self._allocate(params, stays=strategy.resident or comm.size == 1)
+        self.master = self._allocate(params, comm, stays=strategy.resident or comm.size == 1)
         self.sent = self.master.send.view(torch.uint8)
         self.grads = Gradients(self)
         self.params = [
@@ -95,16 +95,21 @@ class Flat:
             for i, (a, b, _) in enumerate(self._locals)
         ]
 
-    def _allocate(self, params: Sequence[torch.Tensor], *, stays: bool) -> Master:
+    def _allocate(self, params: Sequence[torch.Tensor], comm: Comm, *, stays: bool) -> Master:
         """The master, of the owned range alone; and the full buffer, where that ``stays``."""
-        dtypes = self.dtypes
-        if stays:
+        dtypes, numel = self.dtypes, self.owned.numel
+        if stays and self.strategy.replicated:  # which nobody gathers
             self.resident = torch.empty(self.layout.numel, dtype=dtypes.compute, device=self.device)
-        send = None if self.resident is None else self.owned.of(self.resident)
-        if send is None or dtypes.compute != dtypes.master:
-            initial = torch.empty(self.owned.numel, dtype=dtypes.master, device=self.device)
+        elif stays:
+            self.resident = comm.empty(self.layout.numel, dtypes.compute, whole=True)
+        if self.resident is not None:
+            send = self.owned.of(self.resident)
         else:
+            send = comm.empty(numel, dtypes.compute)
+        if dtypes.compute == dtypes.master:
             initial = send
+        else:
+            initial = torch.empty(numel, dtype=dtypes.master, device=self.device)
         pieces = [
             None
             if param.is_meta
@@ -120,6 +125,11 @@ class Flat:
     def full_bytes(self) -> int:
         """Bytes of the full buffer."""
         return self.layout.numel * self.dtypes.compute.itemsize
+
+    @property
+    def copy(self) -> torch.Tensor:
+        """What the compute dtype's values are kept in: the full buffer, or what is sent."""
+        return self.master.send if self.resident is None else self.resident
 
     @property
     def padding(self) -> int:
@@ -205,6 +215,8 @@ class Flat:
 
     def refresh_send(self) -> None:
         """Bring what is sent up to the master."""
+        if self.master.stale:
+            self.before_write()
         self.master.refresh()
 
     def slice_written(self, local: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from .comm import Comm, Handle, Tag
 from .errors import CommError
 from .flat import Flat
 from .groups import Ranks
-from .pool import Pool
+from .pool import Pool, Scratch
 from .streams import Mark, compute_waits
 
 
@@ -31,34 +31,51 @@ class Stage(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The memory of a flat buffer's reduction: views of the pool's two reduce buffers."""
+    """The memory of a flat buffer's reduction: views of the pool's reduce buffers.
+
+    Over the process group one of them is packed into, and one receives. Over shared memory the
+    others read what was packed where it lies, and the next reduction packs into the second
+    meanwhile.
+    """
 
     packed: torch.Tensor  # (N * S,) reduce dtype
     stages: tuple[Stage, ...]  # none where there is a single rank
     last: torch.Tensor  # (C, n) reduce dtype: what the last sum reads
 
     @classmethod
-    def of(cls, flat: Flat, comm: Comm, pool: Pool) -> Route:
-        """Lay out the reduction of ``flat``."""
+    def of(cls, flat: Flat, comm: Comm, pool: Pool, turn: int) -> Route:
+        """Lay out the reduction of ``flat``, which comes ``turn``-th in a backward."""
         dtype, layout = flat.dtypes.reduce, flat.layout
-        packed = pool.scratch("packed", layout.numel * dtype.itemsize).view(dtype)
-        sent, stages = packed, []
+        name: Scratch = "chunks" if comm.shards.in_memory and turn % 2 else "packed"
+        packed = pool.scratch(name, layout.numel * dtype.itemsize).view(dtype)
+        sent, room, stages = packed, packed, []
+        received: Scratch = "chunks"
         for over in (comm.shards, comm.replicas):
-            if over.size > 1 and layout.numel > 0:
-                rows, n = over.chunks(dtype), sent.numel() // over.size
-                chunks = pool.scratch("chunks", rows * n * dtype.itemsize)
-                stages.append(Stage(over, sent, chunks.view(dtype).view(rows, n)))
-                sent = packed[:n]  # the sum goes where nothing is read any more
+            if over.size == 1 or layout.numel == 0:
+                continue
+            rows, n = over.chunks(dtype), sent.numel() // over.size
+            chunks = over.rows_for_me(sent)
+            if chunks is None:
+                chunks = pool.scratch(received, rows * n * dtype.itemsize).view(dtype).view(rows, n)
+            elif comm.replicas.size > 1:  # others may read what was packed longer than this rank
+                room, received = pool.scratch("sum", n * dtype.itemsize).view(dtype), "pieces"
+            stages.append(Stage(over, sent, chunks))
+            sent = room[:n]  # the sum goes where nothing is read any more
         last = stages[-1].chunks if stages else packed.view(1, layout.numel)
         return cls(packed, tuple(stages), last)
 
     @staticmethod
-    def bytes_of(flat: Flat, comm: Comm) -> tuple[int, int]:
-        """Bytes of the two reduce buffers that the reduction of ``flat`` takes."""
+    def bytes_of(flat: Flat, comm: Comm) -> dict[Scratch, int]:
+        """Bytes of the reduce buffers that the reduction of ``flat`` takes, by their names."""
         dtype, layout = flat.dtypes.reduce, flat.layout
-        axes = ((comm.shards, layout.shard_size), (comm.replicas, layout.piece(0).numel))
-        chunks = [over.chunks(dtype) * n for over, n in axes if over.size > 1]
-        return layout.numel * dtype.itemsize, max(chunks, default=0) * dtype.itemsize
+        packed = layout.numel * dtype.itemsize
+        shard, piece = layout.shard_size * dtype.itemsize, layout.piece(0).numel * dtype.itemsize
+        pieces = comm.replicas.chunks(dtype) * piece if comm.replicas.size > 1 else 0
+        if comm.shards.in_memory:
+            summed = shard if pieces else 0
+            return {"packed": packed, "chunks": packed, "sum": summed, "pieces": pieces}
+        chunks = comm.shards.chunks(dtype) * shard if comm.size > 1 else 0
+        return {"packed": packed, "chunks": max(chunks, pieces)}
 
 
 class Flight:
@@ -75,6 +92,7 @@ class Flight:
         self._flat, self._route, self._comm, self._tag = flat, route, comm, tag
         self._scale, self._stats = scale, stats
         self._handle: Handle | None = None
+        self._unread: Stage | None = None  # what was exchanged and is not summed yet
         self._gathers: list[Handle] = []
         self._mark: Mark = None  # of the last sum, where that is enqueued already (CUDA)
         flat.grads.shard()  # allocated here, on the compute stream
@@ -88,7 +106,16 @@ class Flight:
         if self._mark is None:
             self._finish()
         else:
+            self._await_mark()
+
+    def _await_mark(self) -> None:
+        trace, transfer = self._comm.trace, self._handle.transfer if self._handle else None
+        if trace is None:
             compute_waits(self._mark)
+            return
+        stall = trace.hold("reduce_scatter", self._tag, transfer)
+        compute_waits(self._mark)
+        trace.resume(stall)
 
     def wait(self) -> None:
         """Have the gradients in place, after ``land``."""
@@ -101,14 +128,22 @@ class Flight:
         with contextlib.suppress(CommError):
             if self._handle is not None:
                 self._handle.wait()
+                self._release()
             self.wait()
 
     def _start(self, stage: int) -> None:
         if stage < len(self._route.stages):
             over, sent, chunks = self._route.stages[stage]
-            bytes_in, bytes_out = sent.view(torch.uint8), chunks.view(-1).view(torch.uint8)
+            bytes_in, bytes_out = sent.view(torch.uint8), chunks.view(torch.uint8)
             dtype = self._flat.dtypes.reduce
             self._handle = self._comm.exchange(bytes_out, bytes_in, dtype, self._tag, over)
+            self._unread = self._route.stages[stage]
+
+    def _release(self) -> None:
+        """Let the others write again what was summed, or will not be."""
+        stage, self._unread = self._unread, None
+        if stage is not None:
+            stage.over.release(stage.sent)
 
     def _finish(self) -> None:
         stages = self._route.stages
@@ -116,13 +151,17 @@ class Flight:
             assert self._handle is not None
             self._handle.wait()
             if index + 1 < len(stages):
-                ops.reduce_(stages[index + 1].sent, stage.chunks)
+                with self._comm.summing(self._tag):
+                    ops.reduce_(stages[index + 1].sent, stage.chunks)
+                self._release()
                 self._start(index + 1)
         grads, replicas = self._flat.grads, self._comm.replicas
         accumulate = grads.prepare_sum()
         shard = grads.shard()
         piece = self._flat.layout.piece(replicas.rank).of(shard)
-        ops.reduce_(piece, self._route.last, self._scale, accumulate, self._stats)
+        with self._comm.summing(self._tag):
+            ops.reduce_(piece, self._route.last, self._scale, accumulate, self._stats)
+        self._release()
         self._mark = self._comm.reduce_lane.mark()
         if shard.numel() == 0:
             return

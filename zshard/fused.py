@@ -6,8 +6,10 @@ depend on where it lies. (Other elementwise optimizers come from torch.optim, an
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ from torch.optim import Optimizer
 
 from .batches import Batch, Hyper, Kind, has_grad, kind_of
 from .errors import OptimizerError
+from .flat import Flat
 from .param import Sharded
 from .schedule import LIVE, Schedule
 
+Saved = Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]  # parameters and their states
 ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
@@ -86,13 +90,13 @@ class FusedOptimizer(Optimizer):
     def _update(self, kind: Kind, batch: Batch, active: list[bool]) -> None:
         if not any(active):
             return
-        if kind.schedule is not None:
-            kind.schedule.crew.note("step", kind.schedule.root)
-        batch.refresh([self._hyper(group) for group in self.param_groups], active)
-        batch.before_write()
-        grad_scale = None if kind.schedule is None else kind.schedule.reducer.grad_scale
-        self._launch(batch, None if all(active) else batch.active, grad_scale)
-        batch.written()
+        schedule = kind.schedule
+        grad_scale = None if schedule is None else schedule.reducer.grad_scale
+        with nullcontext() if schedule is None else schedule.crew.doing("step", schedule.root):
+            batch.refresh([self._hyper(group) for group in self.param_groups], active)
+            batch.before_write()
+            self._launch(batch, None if all(active) else batch.active, grad_scale)
+            batch.written()
 
     def lay_out(self) -> None:
         """Lay out batches and states anew, if the parameters are not those of last time."""
@@ -122,15 +126,48 @@ class FusedOptimizer(Optimizer):
             for step, row in zip(batch.steps, batch.rows, strict=True):
                 slices = {n: batch.states[n][row.shard][row.begin : row.end] for n in names}
                 self.state[row.param] = {"step": step, **slices}
-            if kind.schedule is not None:
+            if kind.schedule is not None and self not in kind.schedule.optimizers:
                 kind.schedule.optimizers.add(self)
+                forget = kind.schedule.pool.ledger.set_optimizer
+                weakref.finalize(self, forget, id(self), 0).atexit = False
         self._built_for = signature
+        self.tell_ledgers(saved)  # the old states and the new ones are there at once
         self._restore(saved)
+        self.tell_ledgers()
 
-    def state_bytes(self, schedule: Schedule) -> int:
-        """Bytes of the states of the shards of one wrapped model, padding included."""
-        batches = [b for kind, b in self._batches.items() if kind.schedule is schedule]
-        return sum(t.nbytes for b in batches for states in b.states.values() for t in states)
+    def tell_ledgers(self, replaced: Saved = ()) -> None:
+        """Tell the ledgers of the wrapped models what the states take; see ``state_bytes``."""
+        for schedule in LIVE:
+            if self in schedule.optimizers:
+                nbytes = sum(self.state_bytes(schedule, replaced).values())
+                schedule.pool.ledger.set_optimizer(id(self), nbytes)
+
+    def state_bytes(self, schedule: Schedule, replaced: Saved = ()) -> dict[Flat, int]:
+        """Bytes of the states of one wrapped model, by flat buffer, padding included.
+
+        Args:
+            replaced: states that are there besides.
+        """
+        states = [
+            (flat, state)
+            for batch in self._batches.values()
+            for each in batch.states.values()
+            for flat, state in zip(batch.flats, each, strict=True)
+        ]
+        # Those of what was frozen since are kept.
+        for param, values in (*self.state.items(), *replaced):
+            if isinstance(param, Sharded):
+                kept = [value for name, value in values.items() if name != "step"]
+                states += [(param.flat, each) for each in kept if isinstance(each, torch.Tensor)]
+        seen: set[int] = set()
+        found: dict[Flat, int] = {}
+        for flat, state in states:
+            if flat is not None and flat.schedule is schedule:
+                storage = _slice_of(state).untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    found[flat] = found.get(flat, 0) + storage.nbytes()
+        return found
 
     # --- state_dict ------------------------------------------------------------------------------
 
@@ -176,6 +213,7 @@ class FusedOptimizer(Optimizer):
         self._built_for = []
         self.lay_out()
         self._restore(list(saved.items()))
+        self.tell_ledgers()
 
     def _numbered(self, state_dict: dict[str, Any]) -> dict[object, torch.Tensor]:
         """The parameters under what ``state_dict`` calls them: torch's numbers, or names."""
@@ -208,11 +246,11 @@ class FusedOptimizer(Optimizer):
                         "whole tensors, or load by torch.distributed.checkpoint."
                     )
 
-    def _restore(self, states: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
+    def _restore(self, states: Saved) -> None:
         for param, values in states:
             own = self.state.get(param)
             if not own:  # frozen since; it may be trained again
-                self.state[param] = values
+                self.state[param] = {name: _slice_of(value) for name, value in values.items()}
             elif own.keys() <= values.keys():
                 for name, state in own.items():
                     _as_sharded(param, state).copy_(_as_sharded(param, values[name]))
@@ -234,6 +272,11 @@ def _as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.numel() != param._numel():  # whole
         return value
     return Sharded(value, param.flat, param.segment)
+
+
+def _slice_of(value: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a sharded state; other states as they are."""
+    return value.local if isinstance(value, Sharded) else value
 
 
 def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:

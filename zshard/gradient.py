@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,12 +54,19 @@ class Gradients:
                 self._memory = torch.zeros(
                     self._range().numel, dtype=self._flat.dtypes.reduce, device=self._flat.device
                 )
+            self._tell(self._memory.nbytes)
         return self._memory
 
     def free(self) -> None:
         """Give the memory back."""
-        self._memory = self._sums = None
+        if self._memory is not None:
+            self._tell(-self._memory.nbytes)
+            self._memory = None
+        self._free_sums()
         self._handles = [None] * len(self._handles)
+
+    def _tell(self, nbytes: int) -> None:
+        self._flat.schedule.pool.ledger.add("gradients", nbytes)
 
     def _part(self, part: Range) -> torch.Tensor:
         first = self._range().begin
@@ -77,8 +84,14 @@ class Gradients:
     def nbytes(self) -> int:
         """Bytes that are allocated, those held back included."""
         kept = [t for t in (self._memory, self._sums) if t is not None]
-        held = [h for h in self._held if h is not None and not any(_shares(h, t) for t in kept)]
-        return sum(t.nbytes for t in (*kept, *held))
+        return sum(t.nbytes for t in kept) + sum(map(self._bytes_of_its_own, self._held))
+
+    def _bytes_of_its_own(self, held: torch.Tensor | None) -> int:
+        """Bytes of one held back; 0 where it lies in the buffer or among the sums."""
+        kept = (self._memory, self._sums)
+        if held is None or any(_shares(held, each) for each in kept if each is not None):
+            return 0
+        return held.nbytes
 
     # --- as the user sees them -------------------------------------------------------------------
 
@@ -100,7 +113,7 @@ class Gradients:
         if value is not None:
             self._apply_scale(index)
         self.on_change()
-        self._held[index] = None  # what no_sync has held back goes with it
+        self._let_go([index])  # what no_sync has held back goes with it
         if value is None:
             self.present[index] = False
             return
@@ -164,8 +177,16 @@ class Gradients:
     def drop_held_back(self, index: int) -> None:
         """Forget what no_sync holds of gradient ``index``, whose shard is about to be zeroed."""
         if self.is_held_back(index):
-            self._held[index] = None
+            self._let_go([index])
             self.present[index] = True
+
+    def _let_go(self, indices: Iterable[int]) -> None:
+        freed = 0
+        for index in indices:
+            held, self._held[index] = self._held[index], None
+            freed += self._bytes_of_its_own(held)
+        if freed > 0:
+            self._tell(-freed)
 
     def drop_leaves(self) -> None:
         """Forget the gradients of a backward that was not reduced."""
@@ -183,6 +204,7 @@ class Gradients:
         flat = self._flat
         # A buffer of the whole unit has room for the sums, unless reduced gradients are in it.
         inside = flat.strategy.whole_grads and not any(self.present)
+        kept = 0
         for index, leaf in enumerate(flat.leaves):
             if leaf.grad is None:
                 continue
@@ -197,14 +219,23 @@ class Gradients:
                 memory = self._allocated() if inside else self._room_for_sums()
                 self._held[index] = segment.view_of(memory).copy_(_dense(grad))
             else:
-                self._held[index] = _dense(grad)
+                self._held[index] = own = _dense(grad)
+                kept += own.nbytes
             leaf.grad = None
+        if kept > 0:
+            self._tell(kept)
 
     def _room_for_sums(self) -> torch.Tensor:
         if self._sums is None:
             numel, dtype = self._flat.layout.numel, self._flat.dtypes.reduce
             self._sums = torch.empty(numel, dtype=dtype, device=self._flat.device)
+            self._tell(self._sums.nbytes)
         return self._sums
+
+    def _free_sums(self) -> None:
+        if self._sums is not None:
+            self._tell(-self._sums.nbytes)
+            self._sums = None
 
     # --- reduction -------------------------------------------------------------------------------
 
@@ -219,11 +250,12 @@ class Gradients:
         """Write this rank's gradients, times ``scale``, into ``packed`` (N * S,) and free them."""
         flat = self._flat
         grads: list[torch.Tensor | None]
-        if any(held is not None for held in self._held):
+        held_back = any(held is not None for held in self._held)
+        if held_back:
             self.hold_back()
-            grads, self._held = self._held, [None] * len(flat.names)
+            grads = list(self._held)
         else:
-            self._sums = None  # no micro-batches any more
+            self._free_sums()  # no micro-batches any more
             with as_autograd_sees():
                 grads = [leaf.grad for leaf in flat.leaves]
         segments = flat.layout.segments[: len(grads)]
@@ -232,12 +264,14 @@ class Gradients:
             for grad, segment in zip(grads, segments, strict=True)
         ]
         ops.pack_(packed, sources, [segment.offset for segment in segments], scale)
+        if held_back:
+            self._let_go(range(len(self._held)))
         self.drop_leaves()
 
     def drop(self) -> None:
         """Forget every gradient, as zero_grad does."""
         self.present = [False] * len(self.present)
-        self._held = [None] * len(self._held)
+        self._let_go(range(len(self._held)))
 
     def prepare_sum(self) -> bool:
         """Make the gradient shard ready to be added to; False where it is to be overwritten."""

@@ -43,35 +43,67 @@ class Ranks:
         group: the process group; None for a single rank.
         size: number of ranks; members: their global numbers.
         rank: this rank's place among them.
-        nccl: whether NCCL carries the collectives of ``device``.
+        backend: its name, for ``device``.
+        nccl: whether NCCL carries the collectives of ``device``, or would, if they are simulated.
         control: a group whose collectives run on the host.
+        in_memory: whether ranks read each other's memory (peer.py), and nothing is sent.
     """
 
+    in_memory = False
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.group = group
+        self.group, self.device = group, device
         self.size = dist.get_world_size(group) if group is not None else 1
         self.members = () if group is None else tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group) if group is not None else 0
-        backend = "" if group is None else _backend_name(group, device)
-        self.nccl = backend == "nccl"
-        self._gloo = backend == "gloo" and device.type == "cpu"
+        self.backend = "" if group is None else _backend_name(group, device)
+        self.nccl = self.backend == "nccl"
+        self._gloo = self.backend == "gloo" and device.type == "cpu"
         self._messenger: Messenger | None = None  # for large rows between hosts
         # What ranks tell each other is for the host, which must not wait for the device.
         self.control = group
         if group is not None and self.nccl and self.size > 1:
             self.control = control_group(group, device)
 
+    def name(self, rank: int) -> str:
+        """What errors call ``rank`` of these; others count all ranks of all replicas."""
+        everywhere = self.members[rank]
+        return f"rank {rank}" + (f" (global rank {everywhere})" if everywhere != rank else "")
+
     def find_hosts(self) -> None:
         """Learn from every rank whether all are on one host; see [Note: the ways of gloo]."""
-        if self._gloo and self.group is not None and self.size > 1:
-            hosts = [""] * self.size
-            dist.all_gather_object(hosts, _host(), group=self.group)
-            if len(set(hosts)) > 1:
-                self._messenger = Messenger(self.group, self.rank, self.size)
+        if not self._gloo or self.group is None or self.size == 1:
+            return
+        if len(set(self.all_gather_object(_host()))) > 1:
+            self._messenger = Messenger(self.group, self.rank, self.size)
 
     def chunks(self, dtype: torch.dtype) -> int:
         """Rows that ``Comm.exchange`` delivers; see ``chunk_rows``."""
         return chunk_rows(self.size, dtype, nccl=self.nccl)
+
+    def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
+        """(numel,): memory for what collectives take from this rank.
+
+        Args:
+            whole: it is a full buffer, of which every rank gives its own shard.
+        """
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def note(self, op: str, step: int, phase: str, unit: str) -> None:
+        """Have the others see what this rank is at, should it be missed."""
+
+    def reclaim(self, lent: torch.Tensor) -> None:
+        """Wait until ``lent``, which a collective took from this rank, may be written again."""
+
+    def release(self, lent: torch.Tensor) -> None:
+        """Say that this rank has read what the others gave where it gave ``lent``."""
+
+    def give_back(self, lent: torch.Tensor) -> None:
+        """Need ``lent``, which ``empty`` made, no longer."""
+
+    def rows_for_me(self, packed: torch.Tensor) -> torch.Tensor | None:
+        """(N, S) where an exchange of ``packed`` (N * S,) delivers; None: into given memory."""
+        return None
 
     def start_gather(
         self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
@@ -109,6 +141,7 @@ class Ranks:
     ) -> Work | None:
         """Start what ``Comm.exchange`` says."""
         work: Work | None
+        chunks = chunks.view(-1)
         if self.chunks(dtype) == 1:
             work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=self.group)
         elif self._messenger is not None and packed.nbytes >= _LARGE_BYTES * self.size:
@@ -123,10 +156,28 @@ class Ranks:
         )
         return work
 
+    def start_all_reduce(self, value: torch.Tensor, *, maximum: bool) -> Work | None:
+        """Start summing ``value`` (or taking its maximum), in place; a host's goes to hosts."""
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        nccl = self.nccl and not value.is_cpu
+        group = self.group if nccl else self.control
+        work: Work | None = dist.all_reduce(value, op, group, async_op=not nccl)
+        return work
+
+    def broadcast(self, value: torch.Tensor) -> None:
+        """Replace ``value`` by the first rank's, in place."""
+        dist.broadcast(value, group=self.group, group_src=0)
+
     def all_gather_words(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's ``mine`` (n,), one behind the other; the host waits."""
         everyone = mine.new_empty(self.size * mine.numel())
         dist.all_to_all_single(everyone, mine.repeat(self.size), group=self.control)
+        return everyone
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Every rank's ``value``, pickled on the way; the host waits."""
+        everyone: list[object] = [None] * self.size
+        dist.all_gather_object(everyone, value, self.control)
         return everyone
 
 

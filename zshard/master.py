@@ -24,20 +24,17 @@ class Master:
 
     Args:
         initial: (O,) master dtype, kept as the values unless the master is split.
-        send: memory for the copy, (O,) compute dtype; ``initial`` itself where dtypes agree; None
-            to make it here.
+        send: memory for the copy, (O,) compute dtype; ``initial`` itself where dtypes agree.
     """
 
     values: torch.Tensor | None
     low: torch.Tensor | None
 
-    def __init__(self, initial: torch.Tensor, send: torch.Tensor | None, dtypes: Dtypes) -> None:
+    def __init__(self, initial: torch.Tensor, send: torch.Tensor, dtypes: Dtypes) -> None:
         if dtypes.compute == dtypes.master:
             self.values = self.send = initial
             self.low, self.stale = None, False
             return
-        if send is None:
-            send = torch.empty_like(initial, dtype=dtypes.compute)
         self.send = send
         self.stale = not dtypes.split  # the copy is out of date
         if dtypes.split:

@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tabulate import tabulate
+
+from .scalars import Scalars
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -47,22 +51,42 @@ class MetricsLog:
         path: Path,
         *,
         resumed_at: int,  # steps already taken; what an earlier run wrote after that is dropped
+        scalars: Scalars | None = None,  # gets what is new, too
     ) -> None:
         """Opens the file; creates it when it is missing."""
+        self._scalars: Scalars | None = None
         kept = [m for m in read_metrics(path) if m.step <= resumed_at] if path.exists() else []
         self.validated = {m.step for m in kept if isinstance(m, Validation)}
         self._file = path.open("w", encoding="utf-8")
         for metrics in kept:
             self.write(metrics)
+        self._scalars = scalars
 
     def write(self, metrics: Line) -> None:
         """Appends one line."""
         self._file.write(json.dumps(asdict(metrics)) + "\n")
         self._file.flush()
+        if self._scalars is not None:
+            self._scalars.write(metrics.step, _scalars_of(metrics))
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+        if self._scalars is not None:
+            self._scalars.close()
+
+
+def _scalars_of(metrics: Line) -> dict[str, float | None]:
+    """What TensorBoard shows of a line, by the names that it groups by."""
+    if isinstance(metrics, Validation):
+        return {"loss/validation": metrics.validation_loss}
+    return {
+        "loss/training": metrics.loss,
+        "training/grad_norm": metrics.grad_norm,
+        "training/learning_rate": metrics.learning_rate,
+        "speed/tokens_per_second": metrics.tokens_per_second,
+        "speed/exposed_percent": metrics.exposed_percent,
+    }
 
 
 def read_metrics(path: Path) -> list[Line]:
@@ -108,15 +132,12 @@ def memory_table(
     ddp: Held,
 ) -> str:
     """A table of the bytes each rank holds, with what a DDP rank would hold in the last row."""
-    rows: list[tuple[str, ...]] = [("", *Held._fields[:3], "together", "+ buffers")]
-    named = [(f"rank {rank}", held) for rank, held in enumerate(ranks)]
-    for name, held in [*named, ("DDP", ddp)]:
+    heads = ["", *Held._fields[:3], "together", "+ buffers"]
+    rows = []
+    for name, held in [*((f"rank {rank}", each) for rank, each in enumerate(ranks)), ("DDP", ddp)]:
         sizes = (*held[:3], sum(held[:3]), held.buffers)
         rows.append((name, *(f"{size / 1e6:,.2f} MB" for size in sizes)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
+    return tabulate(rows, heads, tablefmt="plain", stralign="right", colalign=["left"])
 
 
 def ddp_memory(

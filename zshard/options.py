@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import cast
 
 from .errors import InputError
 from .gpt import SIZES, GPTConfig
+from .precision import Precision
 from .resume import Origin, find_origin
+
+_WARMUP_SHARE, _FINAL_LR_SHARE = 0.05, 0.1
 
 # What a resumed run may change: how it goes on, not what is trained on what; another model, text,
 # batch, rate or seed is another run. Some of it changes the losses, and the run says how.
 _FREE_ON_RESUME = {
     **dict.fromkeys(("out", "resume", "device", "eval_every", "save_every", "keep", "sample"), ""),
     "activation_checkpointing": "",
+    **dict.fromkeys(("trace", "plan", "machine"), ""),
     "steps": "other learning rates",
     "ranks": "other batches",
     "accumulate": "other batches",
@@ -52,6 +57,9 @@ class TrainOptions:
     sample: int = 200  # bytes of generated text
     out: str | None = None  # None: a new folder
     resume: str | None = None
+    trace: str | None = None  # None: no trace
+    plan: bool = False
+    machine: str | None = None  # that times are planned for; None: no times
 
     def __post_init__(self) -> None:
         """Refuses values out of range."""
@@ -75,6 +83,8 @@ class TrainOptions:
             raise InputError(f"--ranks {self.ranks}: it has to be 1 or more")
         if self.size not in SIZES:
             raise InputError(f"--size {self.size}: expected one of {', '.join(SIZES)}")
+        if self.machine is not None and not self.plan:
+            raise InputError("--machine is what --plan predicts times for: give both")
         self.model_config()
 
     def model_config(self) -> GPTConfig:
@@ -88,6 +98,22 @@ class TrainOptions:
             tied_head=self.tied_head,
             activation_checkpointing=self.activation_checkpointing,
         )
+
+    def policy(self) -> Precision:
+        """The precision policy of the wrapped model."""
+        return Precision.bf16() if self.precision == "bf16" else Precision()
+
+    def learning_rate(
+        self,
+        step: int,  # 0 is the first
+    ) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        warmup = max(1, round(_WARMUP_SHARE * self.steps))
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.steps - warmup)
+        share = _FINAL_LR_SHARE + (1 - _FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.lr * share
 
     def as_json(self) -> dict[str, object]:
         """What a checkpoint records."""
@@ -123,7 +149,9 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
                 f"{getattr(saved, name)}; leave the option out, or start a new run"
             )
     out = given.get("out", str(origin.path.parent.parent))
-    options = replace(saved, **{**given, "out": out})  # type: ignore[arg-type]
+    # What is traced and planned is for a run to say, each time.
+    anew = {"trace": None, "plan": False, "machine": None}
+    options = replace(saved, **{**anew, **given, "out": out})  # type: ignore[arg-type]
     if options.steps <= origin.progress.step:
         raise InputError(
             f"the checkpoint {origin.path} has all {origin.progress.step} steps: --steps has to "

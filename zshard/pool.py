@@ -8,32 +8,22 @@ the next unit's gather never waits for the running one. The root, which is gathe
 as any other unit is, has a slot of its own. Only a unit that finds its home in use (a
 unit inside another, an order that changed) moves to another slot, which outdates the views that a
 graph may hold; see [Note: the version counter guards a gathered buffer].
-
-[Note: what the C library keeps]
-A unit's gradients are autograd's, and are freed together once they are packed. glibc then returns
-the end of its heap to the kernel, if it is more than twice the largest block that was ever mapped
-by itself and freed; the next unit's gradients fault it in again, page by page. One such block of a
-unit's size, never touched, is enough for glibc to keep as much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
+
+from .ledger import Ledger
 
 if TYPE_CHECKING:
     from .unit import Unit
 
 
-# glibc learns nothing from blocks above 32 MiB, its own header and rounding included.
-_LARGEST_LESSON = (32 << 20) - (64 << 10)
-
-
-def keep_freed(nbytes: int) -> None:
-    """Have freed memory of this size stay with the process, for the next gradients (CPU)."""
-    torch.empty(min(nbytes, _LARGEST_LESSON), dtype=torch.uint8)  # and freed at once
+Scratch = Literal["packed", "chunks", "sum", "pieces"]  # a reduce buffer; see ``flight.Route``
 
 
 def aligned(nbytes: int) -> int:
@@ -51,14 +41,24 @@ class Slot:
 
 
 class Pool:
-    """The slots of a model's full buffers, and the two buffers of the reduction in flight.
+    """The slots of a model's full buffers, and the buffers of the reductions in flight.
 
     Args:
         slots: how many there are besides the root's in steady state, 1 + prefetch.
+        lend: makes memory that a collective takes from this rank; None: any memory does.
+        give_back: told of such memory that is needed no longer.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        device: torch.device,
+        lend: Callable[[int, torch.dtype], torch.Tensor] | None = None,
+        give_back: Callable[[torch.Tensor], None] = lambda memory: None,
+    ) -> None:
+        self._lend, self._give_back = lend, give_back
         self._device, self._regular = device, slots
+        self.ledger = Ledger()  # of the whole model
         self._slot_bytes = self._root_bytes = 0
         self.root_slot: Slot | None = None
         self.slots: list[Slot] = []
@@ -66,8 +66,8 @@ class Pool:
         self.allocations = 0
         self.peak_live = 0
         self._discard: torch.Tensor | None = None
-        self._scratch: dict[str, torch.Tensor] = {}
-        self._scratch_bytes: dict[str, int] = {}
+        self._scratch: dict[Scratch, torch.Tensor] = {}
+        self._scratch_bytes: dict[Scratch, int] = {}
 
     def reserve(self, full_bytes: Sequence[int]) -> None:
         """Size the slots for units of these many bytes, the root first; allocate nothing yet."""
@@ -78,8 +78,7 @@ class Pool:
     def own_slot(self) -> Slot:
         """The root's slot."""
         if self.root_slot is None:
-            self.allocations += 1
-            self.root_slot = Slot(self._root_bytes, self._device)
+            self.root_slot = self._new_slot(self._root_bytes)
         return self.root_slot
 
     @property
@@ -102,7 +101,7 @@ class Pool:
     def free_slot(self, *, grow: bool) -> Slot | None:
         """The next free slot in turn; a new one where none is free and ``grow`` allows it."""
         while len(self.slots) < self._regular:
-            self.slots.append(self._new_slot())
+            self.slots.append(self._new_slot(self._slot_bytes))
         count = len(self.slots)
         for step in range(count):
             slot = self.slots[(self._next + step) % count]
@@ -111,7 +110,7 @@ class Pool:
                 return slot
         if not grow:
             return None
-        self.slots.append(self._new_slot())
+        self.slots.append(self._new_slot(self._slot_bytes))
         return self.slots[-1]
 
     def take(self, slot: Slot, unit: Unit) -> None:
@@ -124,25 +123,44 @@ class Pool:
         if self._discard is None or self._discard.numel() < nbytes:
             self.allocations += 1
             size = max(nbytes, self._slot_bytes)
+            if self._discard is not None:
+                self.ledger.add("full_buffers", -self._discard.numel())
+                self._discard = None  # the two need not be there at once
+            self.ledger.add("full_buffers", size)
             with torch.inference_mode(False):  # it outlives a first use there
                 self._discard = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._discard[:nbytes]
 
-    def reserve_scratch(self, *, packed: int, chunks: int) -> None:
-        """Size the two reduce buffers, in bytes; what is allocated already stays if it fits."""
-        self._scratch_bytes = {"packed": packed, "chunks": chunks}
-        for name, memory in list(self._scratch.items()):
-            if memory.numel() < self._scratch_bytes[name]:
-                del self._scratch[name]
+    def reserve_scratch(self, nbytes: dict[Scratch, int]) -> None:
+        """Size the reduce buffers; what is allocated already stays if it fits.
 
-    def scratch(self, name: Literal["packed", "chunks"], nbytes: int) -> torch.Tensor:
+        Ranks may come here at different times, and to sizes that the others refuse, so what does
+        not fit is given up where it is used next, by all of them.
+        """
+        self._scratch_bytes = nbytes
+
+    def scratch(self, name: Scratch, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a reduce buffer, (nbytes,) uint8."""
-        if name not in self._scratch:
-            self.allocations += 1
-            size = self._scratch_bytes[name]
-            self._scratch[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if name not in self._scratch or self._scratch[name].numel() < self._scratch_bytes[name]:
+            # All at once: ranks that share memory make it together.
+            for each, size in self._scratch_bytes.items():
+                if each in self._scratch and self._scratch[each].numel() < size:
+                    old = self._scratch.pop(each)
+                    self.ledger.add("reduce_buffers", -old.numel())
+                    self._give_back(old)
+                    del old  # the two need not be there at once
+                if each not in self._scratch and (size > 0 or each == name):
+                    self._scratch[each] = self._new_scratch(each, size)
         return self._scratch[name][:nbytes]
 
-    def _new_slot(self) -> Slot:
+    def _new_scratch(self, name: Scratch, nbytes: int) -> torch.Tensor:
         self.allocations += 1
-        return Slot(self._slot_bytes, self._device)
+        self.ledger.add("reduce_buffers", nbytes)
+        if self._lend is not None and name in ("packed", "chunks"):
+            return self._lend(nbytes, torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _new_slot(self, nbytes: int) -> Slot:
+        self.allocations += 1
+        self.ledger.add("full_buffers", nbytes)
+        return Slot(nbytes, self._device)

@@ -11,6 +11,7 @@ ranks' backward has raised an exception. With GPUs the latter goes from host to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 
 import torch
@@ -23,7 +24,7 @@ from .param import Sharded
 from .pool import Pool
 from .unit import Unit
 
-Note = Callable[[str, Unit], None]
+Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Crew.doing``
 
 
 class Reducer:
@@ -60,8 +61,8 @@ class Reducer:
         self._stats.zero_()
         self._routes.clear()
         sizes = [Route.bytes_of(flat, self._comm) for flat in self.flats]
-        packed, chunks = (max(column, default=0) for column in zip((0, 0), *sizes, strict=True))
-        self._pool.reserve_scratch(packed=packed, chunks=chunks)
+        names = sizes[0] if sizes else {}
+        self._pool.reserve_scratch({name: max(each[name] for each in sizes) for name in names})
         for flat in self._all:
             if not flat.requires_grad and not any(flat.grads.present):
                 flat.grads.free()
@@ -142,23 +143,24 @@ class Reducer:
                 "before, and the gradients of this step are dropped on every rank. Repeat the step."
             )
 
-    def reduce(self, unit: Unit, tag: Tag, note: Note) -> None:
+    def reduce(self, unit: Unit, tag: Tag, doing: Doing) -> None:
         """Pack what gradients there are of ``unit``, and start reducing them."""
         for flat in unit.flats:
             if flat.requires_grad:
                 self._land()  # its buffers are used again
-                note("pack", unit)
-                self._present[flat] = flat.grads.ready()
-                route = self._route_of(flat)
                 # fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit
                 # gradients after it, in fp32, so that the division rounds nothing away.
                 early = flat.dtypes.reduce in (torch.float32, torch.float64)
                 mean = 1.0 / self._comm.world
-                flat.grads.pack(route.packed, mean if early else 1.0)
-                note("reduce", unit)
+                route = self._route_of(flat)
+                self._comm.reclaim(route.packed, tag)
+                with doing("pack", unit):
+                    self._present[flat] = flat.grads.ready()
+                    flat.grads.pack(route.packed, mean if early else 1.0)
                 stats = self._stats[self._all.index(flat)]
                 scale = 1.0 if early else mean
-                flight = Flight(flat, route, scale, stats, self._comm, tag)
+                with doing("reduce", unit):
+                    flight = Flight(flat, route, scale, stats, self._comm, tag)
                 self._in_flight = flight
                 self._flights.append(flight)
 
@@ -170,7 +172,8 @@ class Reducer:
 
     def _route_of(self, flat: Flat) -> Route:
         if (route := self._routes.get(flat)) is None:
-            route = self._routes[flat] = Route.of(flat, self._comm, self._pool)
+            turn = self.flats.index(flat)
+            route = self._routes[flat] = Route.of(flat, self._comm, self._pool, turn)
         return route
 
     def abandon(self) -> None:

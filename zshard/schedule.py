@@ -116,7 +116,7 @@ class Schedule:
             self._order, self._kept = [], None
         self.root.passage.enter((args, kwargs))
         self.obtain(self.root)
-        self.crew.note("forward", self.root)
+        self.crew.enter("forward", self.root)
         self.agreement.look_ahead()
         if self.precision.cast_inputs and self.precision.compute is not None:
             cast = cast_floating((args, kwargs), self.precision.compute)
@@ -135,6 +135,7 @@ class Schedule:
             return None
         if self.crew.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
             return output
+        self.crew.leave(self.root)
         if self._inside_method:
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
@@ -172,8 +173,7 @@ class Schedule:
         if inside or inside_backward() or self._bypassed():
             return function(*args, **kwargs)
         self.require_values(f"the method {name!r}")
-        cast = self._root_before(self.model, args, kwargs)
-        args, kwargs = (args, kwargs) if cast is None else cast
+        args, kwargs = self._root_before(self.model, args, kwargs) or (args, kwargs)
         self._inside_method = name
         try:
             output = function(*args, **kwargs)
@@ -197,7 +197,7 @@ class Schedule:
         if alone:
             self.agreement.begin(Ask.CALL, unit.label, f"a forward of {unit.label} alone")
         self.obtain(unit)
-        self.crew.note("forward", unit)
+        self.crew.enter("forward", unit)
         if alone:
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, "")
@@ -207,6 +207,7 @@ class Schedule:
     def _after(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
         if self._bypassed() or unit.state is not State.GATHERED:
             return None
+        self.crew.leave(unit)
         unit.check_unwritten()
         output = unit.copy_lent(output)
         watched = self._watch(unit, output)

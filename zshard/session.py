@@ -5,37 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
-import torch
 from torch import nn
 
+from .clock import Clock
 from .comm import CommStats
-from .errors import InputError
-from .flat import Flat
-from .schedule import Schedule
+from .errors import InputError, StateError
 from .trace import Trace
 from .wrap import schedule_of
-
-
-class Bytes(TypedDict):
-    """Bytes that this rank holds, by what they are for; padding is part of each."""
-
-    parameters: int  # compute-dtype copies and send buffers, whole or sharded as the strategy says
-    gradients: int  # gradient buffers that are allocated
-    master: int  # masters beside the parameters; 0 where the parameters are it
-    optimizer: int  # states of zshard's optimizers that have taken a step
-    states: int  # the sum of the above
-    full_buffers: int  # memory that gathered units share
-    reduce_buffers: int
-    padding: int  # the part of parameters and master that belongs to no parameter
-
-
-class Memory(TypedDict):
-    """The result of ``memory``."""
-
-    now: Bytes
-    peak: Bytes
 
 
 @contextmanager
@@ -84,13 +62,31 @@ def method(model: nn.Module, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
-    """Record the phases of every unit, in order, for the length of the context."""
+    """Record what the model does for the length of the context: phases, transfers, stalls, times.
+
+    Ranks may trace on their own. A second is waited at the end, at most, for what is under way.
+
+    Raises:
+        StateError: if the model is being traced already.
+    """
     schedule = schedule_of(model)
-    recorded = schedule.crew.trace = Trace()
+    comm = schedule.comm
+    if comm.trace is not None:
+        raise StateError(f"this {type(model).__name__} is being traced already: end that trace")
+    recorded = comm.trace = Trace(
+        Clock(schedule.device),
+        rank=comm.place,
+        world=comm.world,
+        units=[unit.label for unit in schedule.units],
+        model=type(model).__name__,
+    )
+    linger = False
     try:
         yield recorded
+        linger = True
     finally:
-        schedule.crew.trace = None
+        comm.trace = None
+        recorded.end(linger=linger)
 
 
 def reset(model: nn.Module) -> None:
@@ -104,45 +100,3 @@ def reset(model: nn.Module) -> None:
 def stats(model: nn.Module) -> CommStats:
     """The counters of the model's collectives: calls, bytes, and seconds the host waited."""
     return schedule_of(model).comm.stats
-
-
-def memory(model: nn.Module) -> Memory:
-    """Bytes that this rank holds for the model's parameters now, and at the peak so far.
-
-    Counted from zshard's own buffers; activations, and the states of other libraries' optimizers,
-    are not among them.
-    """
-    schedule = schedule_of(model)
-    now = _held(schedule)
-    # Slots and reduce buffers are kept once allocated, and so are gradient buffers.
-    return Memory(now=now, peak=now)
-
-
-def _held(schedule: Schedule) -> Bytes:
-    flats = [flat for unit in schedule.units for flat in unit.flats]
-    parameters = sum(_copy_of(flat).nbytes for flat in flats)
-    gradients = sum(flat.grads.nbytes for flat in flats)
-    master = sum(flat.master.nbytes for flat in flats)
-    optimizer = sum(each.state_bytes(schedule) for each in schedule.optimizers)
-    return Bytes(
-        parameters=parameters,
-        gradients=gradients,
-        master=master,
-        optimizer=optimizer,
-        states=parameters + gradients + master + optimizer,
-        full_buffers=schedule.pool.slot_bytes,
-        reduce_buffers=schedule.pool.scratch_bytes,
-        padding=sum(_padding(flat) for flat in flats),
-    )
-
-
-def _copy_of(flat: Flat) -> torch.Tensor:
-    """What the compute dtype's values are kept in: the full buffer, or what is sent."""
-    return flat.master.send if flat.resident is None else flat.resident
-
-
-def _padding(flat: Flat) -> int:
-    copy = _copy_of(flat)
-    owned = flat.padding if flat.resident is None else flat.layout.padding
-    per_element = flat.master.nbytes // max(flat.owned.numel, 1)
-    return owned * copy.element_size() + flat.padding * per_element

@@ -10,6 +10,7 @@ from torch import nn
 from .errors import StateError
 from .flat import Flat
 from .schedule import Schedule
+from .simulated import require_real
 from .whole import gathered
 from .wrap import schedule_of
 
@@ -27,10 +28,11 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
             no more of the model than that one flat buffer.
 
     Raises:
-        StateError: inside a forward or backward, or inside zshard.full_params.
+        StateError: inside a forward or backward, or inside zshard.full_params; for simulated ranks.
         MismatchError: on every rank, if not all make this call.
     """
     schedule = schedule_of(model)
+    require_real(schedule.comm.axes, "zshard.state_dict")
     if schedule.whole:
         raise StateError(
             "zshard.state_dict inside zshard.full_params: there the modules hold whole parameters, "

@@ -39,6 +39,12 @@ _BY_NAME = {
     **{"full_shard": _ZERO3, "shard_grad_op": _ZERO2, "no_shard": _DDP},
 }
 
+
+def zero_name(choice: str) -> str:
+    """The ZeRO name of a strategy that is given by either name."""
+    return _BY_NAME[choice].name
+
+
 Choice = str | Callable[[str, nn.Module], str]
 
 

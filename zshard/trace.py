@@ -1,27 +1,293 @@
-"""The record of what the schedule did: the phases of every unit, in order."""
+"""The timed record of what the schedule did, what it sent, and where it waited.
+
+[Note: what a trace holds]
+The compute stream is one row of intervals, each within another or beside it: the phases of units,
+the starting of transfers, and the stalls, in which it does nothing because a transfer, or another
+rank, has not come that far. Transfers lie on lanes of their own. While it records, a trace takes
+stamps and does nothing else; they become seconds when the context ends. What is under way then is
+cut there.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import bisect
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import TYPE_CHECKING
 
+from .clock import Clock, Stamp
+from .errors import StateError
+from .trace_records import Event, Label, Stall, Transfer, Unfinished, wait_for
 
-class Event(NamedTuple):
-    """The beginning of a phase for a unit."""
+if TYPE_CHECKING:
+    from .trace_summary import Summary
 
-    phase: str  # gather, wait, forward, backward, reshard, pack, reduce or step
-    unit: str
+__all__ = ["Event", "Stall", "Trace", "Transfer"]
+
+_STREAMS = {"gather": "gather", "join": "gather", "reduce": "reduce"}  # of phases; else compute
+# How long the end of a trace waits for transfers under way: they have been issued, and on every
+# rank in the same order, but another rank may have something else to do first.
+_LINGER_SECONDS = 1.0
+_UNFINISHED = Unfinished()
 
 
 class Trace:
-    """Events in the order in which they were issued.
+    """What one rank did during ``zshard.trace``; see [Note: what a trace holds].
 
     Attributes:
-        events: the list, oldest first.
+        events: the phases of units, in the order in which they were issued.
+        spans: what else takes time: "issue", the starting of a transfer; "sum", the local sum after
+            an exchange; and the root's "backward" after that of an inner unit.
+        transfers: collectives, in the order of issue.
+        stalls: where compute waited for them, oldest first.
+        seconds: the trace's length; NaN while it is being recorded.
+        rank, world: of this process, among those that train the model.
+        units: labels of the model's units, the root first; model: its class's name.
     """
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
+    def __init__(
+        self, clock: Clock, *, rank: int, world: int, units: Sequence[str], model: str
+    ) -> None:
+        self.rank, self.world, self.units, self.model = rank, world, tuple(units), model
+        self.seconds = math.nan
+        self.transfers: list[Transfer] = []
+        self._clock, self._now = clock, clock.now
+        self._open: list[Event] = []  # phases of the compute stream under way, outermost first
+        self.clear()
 
-    def add(self, phase: str, unit: str) -> None:
-        """Append one event."""
-        self.events.append(Event(phase, unit))
+    def clear(self) -> None:
+        """Forget what was recorded so far, and go on recording.
+
+        Raises:
+            StateError: after the context.
+        """
+        if self.ended:
+            raise StateError("Trace.clear: this trace has ended; begin another zshard.trace(model)")
+        _UNFINISHED.add(self.transfers)
+        self.events: list[Event] = []
+        self.spans: list[Event] = []
+        self.transfers = []
+        self.stalls: list[Stall] = []
+        self._open.clear()
+        self._backward: Event | None = None  # the one under way
+        self._latest: dict[tuple[str, str], Event] = {}  # what transfers belong to
+        self._clock.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the context has ended, so that times are known."""
+        return not math.isnan(self.seconds)
+
+    @property
+    def unix_ns(self) -> int:
+        """When the trace began, in nanoseconds since 1970."""
+        return self._clock.unix_ns
+
+    # --- what is read ----------------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write this rank's trace for ui.perfetto.dev and chrome://tracing, as a whole or not.
+
+        Ranks have a file each; ``zshard.merge_traces`` makes them one.
+
+        Raises:
+            InputError: for a path that cannot be written. StateError: inside the context.
+        """
+        from .trace_file import save
+
+        self._require_ended("save")
+        save(self, path)
+
+    def summary(self) -> Summary:
+        """What was communicated, hidden and waited for, by unit; its str() is a table.
+
+        Raises:
+            StateError: inside the context.
+        """
+        from .trace_summary import summarize
+
+        self._require_ended("summary")
+        return summarize(self)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the timeline into a PNG file: a row a stream, a colour a phase.
+
+        Raises:
+            InputError: for a path that cannot be written. StateError: inside the context.
+            MissingPackage: without matplotlib.
+        """
+        from .trace_plot import plot
+
+        self._require_ended("plot")
+        plot(self, path)
+
+    def _require_ended(self, what: str) -> None:
+        if not self.ended:
+            raise StateError(f"Trace.{what} is for after the trace: call it below the with block")
+
+    # --- what the schedule tells -----------------------------------------------------------------
+
+    def enter(self, phase: str, unit: str) -> None:
+        """``phase`` of ``unit`` begins; what is for a lane is issued, and its transfers follow."""
+        event = Event(phase, unit)
+        event.first = self._now()
+        self.events.append(event)
+        if (stream := _STREAMS.get(phase)) is not None:
+            event.stream, event.last = stream, event.first
+            self._latest[stream, unit] = event
+            return
+        self._open.append(event)
+        if phase == "backward":
+            self._backward = event
+
+    def leave(self, phase: str, unit: str) -> None:
+        """``phase`` of ``unit`` ends, and what has begun within it; if it is under way."""
+        name = (phase, unit)
+        if name not in self._open:
+            return
+        now, last = self._now(), None
+        while last != name:
+            last = self._open.pop()
+            last.last = now
+
+    def leave_all(self) -> None:
+        """Whatever is under way ends."""
+        if self._open:
+            self.leave(*self._open[0])
+        self._backward = None
+
+    def end_backward(self, unit: str | None = None) -> None:
+        """The backward under way ends; with ``unit``, if it is that unit's."""
+        backward = self._backward
+        if backward is not None and unit in (None, backward.unit):
+            self.leave(*backward)
+            self._backward = None
+
+    def resume_backward(self, unit: str) -> None:
+        """Backward goes on in ``unit``, if it is in no other."""
+        if self._backward is None:
+            event = self._backward = Event("backward", unit)
+            event.first = self._now()
+            self.spans.append(event)
+            self._open.append(event)
+
+    # --- what the seam tells ---------------------------------------------------------------------
+
+    @contextmanager
+    def span(self, phase: str, unit: str, stream: str) -> Iterator[None]:
+        """A context that is no event of the schedule, on the current stream."""
+        event = Event(phase, unit)
+        event.stream, event.first = stream, self._now()
+        self.spans.append(event)
+        yield
+        event.last = self._now()
+
+    def issue(self, op: str, label: Label, nbytes: int, lane: str) -> Transfer:
+        """A collective is about to be started."""
+        transfer = Transfer(op, label, nbytes, lane, self._now())
+        transfer.event = self._latest.get((label.phase, label.unit))
+        self.transfers.append(transfer)
+        return transfer
+
+    def stamp(self) -> Stamp:
+        """The time of the current stream."""
+        return self._now()
+
+    def hold(self, op: str, label: Label, transfer: Transfer | None) -> Stall:
+        """The compute stream waits."""
+        inside = self._open[-1] if self._open else None
+        stall = Stall(op, label, transfer, inside, self._now())
+        self.stalls.append(stall)
+        return stall
+
+    def resume(self, stall: Stall) -> None:
+        """The compute stream goes on."""
+        stall.last = self._now()
+
+    def meet(self, op: str, label: Label, nbytes: int, *, on_host: bool) -> Meeting:
+        """A context in which a collective runs that compute waits for from its beginning.
+
+        Args:
+            on_host: whether it is the host that waits; on CUDA the compute stream may have work.
+        """
+        return Meeting(self, op, label, nbytes, time.perf_counter if on_host else self._now)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def end(self, *, linger: bool) -> None:
+        """Turn stamps into seconds; nothing may be recorded any more.
+
+        Args:
+            linger: whether to wait a while for transfers under way.
+        """
+        self.leave_all()
+        last = self._now()
+        if linger:
+            wait_for(self.transfers, _LINGER_SECONDS)
+        _UNFINISHED.add(self.transfers)
+        self._clock.synchronize()
+        seconds = self._clock.seconds
+        self.seconds = end = seconds(last)
+        for event in (*self.events, *self.spans):
+            event.issued = event.began = seconds(event.first)
+            event.ended = seconds(last if event.last is None else event.last)
+            event.__dict__.pop("last", None)
+            del event.first
+        for stall in self.stalls:
+            stall.began, stall.ended = seconds(stall.first), seconds(stall.last)
+        self._place_transfers(end)
+        own = {id(transfer) for transfer in self.transfers}
+        for stall in self.stalls:
+            if id(stall.transfer) not in own:
+                stall.transfer = None
+
+    def _place_transfers(self, end: float) -> None:
+        """Find when transfers began and ended, and with them gathers and reductions."""
+        seconds = self._clock.seconds
+        ends: dict[str, list[float]] = {}  # of the transfers issued so far on a lane, in order
+        placed: set[int] = set()
+        for transfer in self.transfers:
+            transfer.issued = seconds(transfer.first)
+            transfer.returned = max(transfer.issued, seconds(transfer.back))
+            stamps = list(transfer.ends)
+            transfer.complete = len(stamps) >= transfer.parts
+            last = max(map(seconds, stamps)) if transfer.complete else end
+            transfer.ended = last = max(last, transfer.issued)
+            before = ends.setdefault(transfer.lane, [])
+            if transfer.start is not None:
+                transfer.began = min(max(transfer.issued, seconds(transfer.start)), last)
+            else:
+                # Backends run what they are given in order: until the last that ended before it
+                # has ended, its lane was busy with that.
+                earlier = bisect.bisect_right(before, last)
+                transfer.began = max(transfer.issued, before[earlier - 1] if earlier else 0.0)
+            bisect.insort(before, last)
+            if (event := transfer.event) is not None:
+                if id(event) not in placed:
+                    event.began, event.ended = transfer.began, transfer.ended
+                placed.add(id(event))
+                event.bytes += transfer.bytes
+                event.began = min(event.began, transfer.began)
+                event.ended = max(event.ended, transfer.ended)
+
+
+class Meeting:
+    """A collective that compute waits for from its beginning: a transfer and its stall in one."""
+
+    def __init__(
+        self, trace: Trace, op: str, label: Label, nbytes: int, clock: Callable[[], Stamp]
+    ) -> None:
+        self._trace, self._clock = trace, clock
+        self._transfer = Transfer(op, label, nbytes, "meet", clock())
+        trace.transfers.append(self._transfer)
+
+    def __enter__(self) -> None:
+        self._stall = self._trace.hold(self._transfer.op, self._transfer, self._transfer)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._transfer.ends.append(self._clock())
+        self._trace.resume(self._stall)

@@ -33,13 +33,15 @@ from .metrics import (
     read_metrics,
 )
 from .options import TrainOptions, changes_on_resume, options_of
+from .planning import Plan
 from .resume import FOLDER, Origin, Progress, find_origin
+from .scalars import Scalars
+from .steptrace import StepTrace
 from .streams import upload
+from .trainplan import announce, compare, plan_of
 
 _MAX_GRAD_NORM = 1.0
 _VALIDATION_BATCHES = 8  # a rank
-_WARMUP_SHARE = 0.05
-_FINAL_LR_SHARE = 0.1
 _PROMPT_BYTES = 64
 
 
@@ -56,9 +58,10 @@ class Run:
         """Builds and wraps the model; with ``origin``, takes its state and step from there."""
         self.job, self.options, self.corpus = job, options, corpus
         torch.manual_seed(options.seed)
-        precision = zshard.Precision.bf16() if options.precision == "bf16" else zshard.Precision()
         plain = GPT(options.model_config()).to(job.device)
-        self.model: nn.Module = zshard.wrap(plain, strategy=options.strategy, precision=precision)
+        self.model: nn.Module = zshard.wrap(
+            plain, strategy=options.strategy, precision=options.policy()
+        )
         self.parameters = sum(p.numel() for p in self.model.parameters())
         # Norms' weights are not decayed, as everywhere.
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
@@ -79,7 +82,7 @@ class Run:
         options, stats = self.options, zshard.stats(self.model)
         stats.reset()
         began = time.perf_counter()
-        rate = learning_rate(options, self.step)
+        rate = options.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = torch.zeros((), device=self.job.device)
@@ -182,19 +185,6 @@ class Run:
             self._saving.wait()
 
 
-def learning_rate(
-    options: TrainOptions,
-    step: int,  # 0 is the first
-) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    warmup = max(1, round(_WARMUP_SHARE * options.steps))
-    if step < warmup:
-        return options.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, options.steps - warmup)
-    share = _FINAL_LR_SHARE + (1 - _FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * progress))
-    return options.lr * share
-
-
 def train(options: TrainOptions, place: Place) -> int:
     """Trains, on the rank that ``place`` says; returns when the run is complete, or has stopped.
 
@@ -215,6 +205,10 @@ def train(options: TrainOptions, place: Place) -> int:
         )
     job = Job(place, choose_device(options.device))
     options = replace(options, ranks=job.world_size)
+    planned = None
+    if options.plan:
+        planned = plan_of(options, job.world_size, job.device.type)
+        job.say(announce(planned, options))
     run = Run(job, options, corpus, origin)
     _announce(run, origin)
     out = Path(options.out or str(job.gather(_new_folder())[0]))
@@ -225,7 +219,7 @@ def train(options: TrainOptions, place: Place) -> int:
             run.finish_save()  # on all ranks, and the checkpoint to resume from may be this one
             raise
         if complete:
-            _finish(run, out)
+            _finish(run, out, planned)
         else:
             job.say(
                 f"stopped by SIGTERM; step {run.step} is saved in {run.checkpoint(out)}\n"
@@ -268,7 +262,8 @@ def _loop(run: Run, out: Path) -> bool:
     log = None
     if job.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        log = MetricsLog(out / "metrics.jsonl", resumed_at=run.step)
+        scalars = Scalars.open(out, resumed_at=run.step)
+        log = MetricsLog(out / "metrics.jsonl", resumed_at=run.step, scalars=scalars)
     before = Validation(run.step, run.validation_loss())
     job.say(f"step {run.step}: validation loss {before.validation_loss:.3f}")
     # A run that was stopped at this step has left it out.
@@ -277,8 +272,12 @@ def _loop(run: Run, out: Path) -> bool:
     first = run.step + 1
     # None: no bar where the output is not a terminal.
     hidden = None if job.rank == 0 else True
-    with tqdm(total=options.steps, initial=run.step, disable=hidden, unit="step") as bar:
+    with (
+        tqdm(total=options.steps, initial=run.step, disable=hidden, unit="step") as bar,
+        StepTrace(job, run.model, options.trace) as traced,
+    ):
         while run.step < options.steps and not job.stopping:
+            traced.before_step()
             metrics = run.take_step()
             exposed = "n/a"
             if metrics.exposed_percent is not None:
@@ -309,11 +308,15 @@ def _loop(run: Run, out: Path) -> bool:
     return run.step == options.steps
 
 
-def _finish(run: Run, out: Path) -> None:
-    """Draws the plot and prints a sample."""
+def _finish(run: Run, out: Path, planned: Plan | None) -> None:
+    """Draws the plot and prints a sample; holds the plan, if there is one, against the run."""
     job, options = run.job, run.options
     if job.rank == 0:
-        plot_loss(read_metrics(out / "metrics.jsonl"), out / "loss.png")
+        metrics = read_metrics(out / "metrics.jsonl")
+        plot_loss(metrics, out / "loss.png")
+        if planned is not None:
+            steps = [each for each in metrics if isinstance(each, StepMetrics)]
+            job.say(compare(planned, run.model, steps))
     job.say(f"wrote {out / 'metrics.jsonl'}, {out / 'loss.png'} and {out / FOLDER}")
     if not options.sample:
         return

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -96,6 +97,8 @@ class Unit:
         self.flats, self.places = tuple(flats), tuple(places)
         for flat in self.flats:
             flat.unit_label = self.label
+            pool.ledger.add("parameters", flat.copy.nbytes)
+            pool.ledger.add("master", flat.master.nbytes)
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self.passage = Passage()  # of the forward under way
@@ -107,11 +110,12 @@ class Unit:
         self._attached: Slot | None = None  # the slot that the leaves are views of
         self._installed = False  # whether the modules hold the whole parameters
         self._gathers: list[Handle] = []
+        self._last_gather = Tag(0, "gather", self.label)
         self._holds: list[int] = []  # Flat.updates of the values being, or last, gathered
         # zero3 at N > 1: the full buffer is lent by the pool, for as long as the unit is gathered.
         self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
         for flat in self.flats:
-            flat.before_write = self._finish_gathers
+            flat.before_write = partial(self._before_write, flat)
             if flat.resident is not None:
                 flat.attach(flat.resident, self._leaf_done(flat))
 
@@ -167,6 +171,7 @@ class Unit:
         Args:
             move: whether the unit may change its home, which outdates views that a graph holds.
         """
+        self._last_gather = tag
         if self._needs_slot:
             self._settle(move)
         self._enter(State.GATHERING)
@@ -180,9 +185,14 @@ class Unit:
                 self._gathers.append(
                     self._comm.all_gather(flat.recv, flat.sent, tag, lasting=lasting)
                 )
+        if self.strategy.resident and self._comm.shards.in_memory:
+            # Nothing goes on by itself, and one that writes its shard would wait for this rank to
+            # read: for ever, where this one waits for that one meanwhile.
+            self._finish_gathers()
 
     def join(self, tag: Tag) -> None:
         """Take part in a gather that only other ranks need."""
+        self._last_gather = tag
         for flat in self.flats:
             flat.refresh_send()
             if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
@@ -248,6 +258,11 @@ class Unit:
     def _finish_gathers(self) -> None:
         while self._gathers:
             self._gathers.pop().wait()
+
+    def _before_write(self, flat: Flat) -> None:
+        self._finish_gathers()
+        if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
+            self._comm.reclaim(flat.sent, self._last_gather._replace(phase="step"))
 
     def _settle(self, move: bool) -> None:
         """Own the home slot, or a new home; see [Note: a unit keeps its slot]."""

@@ -105,7 +105,8 @@ def _taken(
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's slice of every parameter's master: name -> 1-D view, in the master dtype.
 
-    The slices are in memory order and may be empty. Call ``mark_updated`` after writing any.
+    The slices are in memory order and may be empty. Call ``mark_updated`` after writing any. Take
+    them anew before writing in a later step: others may read them after a forward or backward.
 
     Raises:
         StateError: if the master is split, and so has no such slices; if they hold no valid values.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from . import agree
 from .comm import Comm
 from .errors import InputError, WrapError
 from .flat import Flat
+from .heap import keep_freed
 from .materialize import (
     InitFn,
     Materializer,
@@ -23,7 +24,8 @@ from .materialize import (
     on_meta,
     swap_contents,
 )
-from .pool import Pool, keep_freed
+from .peer import Transport
+from .pool import Pool
 from .precision import Precision
 from .schedule import Schedule
 from .strategy import Choice, Strategy, strategy_of
@@ -40,7 +42,7 @@ def wrap(
     units: Units = None,
     precision: Precision | None = None,
     mesh: dist.ProcessGroup | DeviceMesh | None = None,
-    comm: Literal["auto", "group"] = "auto",
+    comm: Transport = "auto",
     prefetch: int = 1,
     init: Literal["check", "broadcast", "trust"] = "check",
     ignored: Iterable[str | nn.Parameter | nn.Module] | None = None,
@@ -66,8 +68,13 @@ def wrap(
         precision: see ``Precision``; None keeps every parameter's own dtype.
         mesh: the ranks to shard over: None (the default process group, or one rank if there is
             none), a ProcessGroup, or a 1-D DeviceMesh. A 2-D DeviceMesh is (replicate, shard),
-            HSDP: sharded inside, the shards' gradients summed across.
-        comm: "group", the process group's collectives; "auto" picks the same.
+            HSDP: sharded inside, the shards' gradients summed across. Over torch's fake backend
+            this process is one rank of as many as that has; see [Note: what a simulated rank's
+            numbers mean].
+        comm: how the ranks of the sharding group reach each other. "group": by the process group's
+            collectives. "peer": they read each other's memory, which they share; every rank has to
+            be a process on one Linux host, with parameters on the CPU. "auto": what the environment
+            variable ZSHARD_COMM says, else "peer" where every rank finds it possible, else "group".
         prefetch: how many units are gathered ahead of the one that computes.
         init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
             0's values; "trust" does neither.
@@ -100,7 +107,7 @@ def wrap(
     strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
     where = check_parameters(specs) or default_device(device, mesh)
     _check_split(specs, precision)
-    transport = Comm(mesh, where)
+    transport = Comm(mesh, where, comm)
     meta = on_meta(model)
     if transport.world > 1 and init != "trust":
         in_units = {name for spec in specs for owned in spec.params for name in owned.names}
@@ -116,7 +123,7 @@ def wrap(
         if meta:
             unusable = allocate_outside(model, specs, where)
         agree.values(specs, transport, init)
-    pool = Pool(1 + prefetch, where)
+    pool = Pool(1 + prefetch, where, transport.empty, transport.shards.give_back)
     built: list[Unit] = []
     for index, (spec, chosen) in enumerate(zip(specs, strategies, strict=True)):
         if materializer is not None:
@@ -161,8 +168,8 @@ def _check_arguments(
         raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
     if hasattr(model, _SCHEDULE):
         raise WrapError("this model is wrapped already; wrap a model once")
-    if comm not in ("auto", "group"):
-        raise InputError(f"comm={comm!r}: expected 'auto' or 'group'")
+    if comm not in get_args(Transport):
+        raise InputError(f"comm={comm!r}: expected 'auto', 'group' or 'peer'")
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise InputError(f"prefetch={prefetch!r}: expected a whole number of units, 0 or more")
     if init not in ("check", "broadcast", "trust"):

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 
+from tabulate import tabulate
 from tqdm import tqdm
 
 from ..errors import CheckpointError
@@ -65,8 +66,7 @@ def _lines(listing: Listing) -> str:
         size = f"{summary.nbytes / 1e6:,.2f} MB"
         ranks = f"{summary.ranks} ranks"
         rows.append((os.path.basename(summary.path), summary.saved, ranks, size, health))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1] if rows else []
-    lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]) for row in rows]
+    lines = tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()
     lines += [f"{os.path.basename(path)}  {why}" for path, why in listing.unreadable.items()]
     return "\n".join(lines)
 

@@ -49,6 +49,8 @@ class OptimizerMatch:
                         own[key].copy_(value)
                 else:
                     own[key] = value
+        if isinstance(self.optimizer, FusedOptimizer):
+            self.optimizer.tell_ledgers()
 
 
 def _like(old: object, value: Json) -> object:

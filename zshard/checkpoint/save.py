@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import CommError, InputError, StateError
 from ..schedule import Schedule
+from ..simulated import require_real
 from ..wrap import schedule_of
 from . import catalogue
 from .held import HeldWhole
@@ -181,8 +182,10 @@ def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
     Raises:
         Error: on every rank, if that save failed, and a rank has not heard of it from ``wait``.
         MismatchError: on every rank, if the ranks are about to do different things.
-        StateError: inside a forward, a backward or full_params; for a model without values.
+        StateError: inside a forward, a backward or full_params; for a model without values, or of
+            simulated ranks.
     """
+    require_real(schedule.comm.axes, what)
     handle = _PENDING.get(schedule)
     failure = None if handle is None else handle.failure()
     if isinstance(failure, CommError) and handle is not None and not handle.told:

@@ -7,15 +7,16 @@ with; no tensor is made. tests/test_plan.py holds it against what ``zshard.memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import NamedTuple
 
-from .groups import chunk_rows
-from .layout import Layout, Local, Range
-from .pool import aligned
-from .precision import Dtypes
-from .strategy import Strategy
+from ..groups import chunk_rows
+from ..layout import Layout, Local, Range
+from ..pool import aligned
+from ..precision import Dtypes
+from ..strategy import Strategy
 
 # fp32 states of an element, by the name of the optimizer.
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
@@ -91,6 +92,37 @@ class FlatPlan(NamedTuple):
             padding=spare * dtypes.compute.itemsize + (owned.numel - used) * beside,
         )
 
+    @property
+    def pack_bytes(self) -> int:
+        """Bytes that packing its gradients reads and writes."""
+        return self.layout.numel * (self.dtypes.compute.itemsize + self.dtypes.reduce.itemsize)
+
+    def sum_bytes(self, *, nccl: bool) -> int:
+        """Bytes that the sum after the exchange reads and writes."""
+        size, reduce = self.layout.world_size, self.dtypes.reduce
+        rows = chunk_rows(size, reduce, nccl=nccl) if size > 1 else 1
+        return self.layout.shard_size * reduce.itemsize * (rows + 1)
+
+    def update_bytes(self, states: int) -> int:
+        """Bytes that the optimizer's pass reads and writes."""
+        layout, dtypes = self.layout, self.dtypes
+        owned = layout.numel if self.strategy.replicated else layout.shard_size
+        copy = 0 if dtypes.split or dtypes.compute == dtypes.master else dtypes.compute.itemsize
+        each = dtypes.reduce.itemsize + 2 * dtypes.master.itemsize + 2 * states * _STATE_BYTES
+        return owned * (each + copy) if self.trained else 0
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes that it takes of the packed buffer."""
+        return self.layout.numel * self.dtypes.reduce.itemsize if self.trained else 0
+
+    def chunk_bytes(self, *, nccl: bool) -> int:
+        """Bytes that it takes of the buffer for what the other ranks send."""
+        size, reduce = self.layout.world_size, self.dtypes.reduce
+        if size == 1 or not self.trained:
+            return 0
+        return chunk_rows(size, reduce, nccl=nccl) * self.layout.shard_size * reduce.itemsize
+
     def _locals(self, owned: Range) -> Iterator[Local]:
         return (self.layout.local(i, owned) for i in range(len(self.layout.segments)))
 
@@ -107,16 +139,13 @@ def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool
     """What gathered units and reductions take; the root's flats come first."""
     slots = [sum(aligned(f.full_bytes) for f in flats if not f.resident) for flats in units]
     regular = min(1 + prefetch, len(slots) - 1) * max(slots[1:], default=0)
-    trained = [flat for flats in units for flat in flats if flat.trained]
-    packed = [flat.layout.numel * flat.dtypes.reduce.itemsize for flat in trained]
-    chunks = [
-        chunk_rows(flat.layout.world_size, flat.dtypes.reduce, nccl=nccl)
-        * flat.layout.shard_size
-        * flat.dtypes.reduce.itemsize
-        for flat in trained
-        if flat.layout.world_size > 1
-    ]
-    return Buffers(slots[0] + regular, max(packed, default=0) + max(chunks, default=0))
+    return Buffers(slots[0] + regular, reduce_buffers_of(chain(*units), nccl=nccl))
+
+
+def reduce_buffers_of(flats: Iterable[FlatPlan], *, nccl: bool) -> int:
+    """Bytes of the two buffers that reductions of ``flats``, one at a time, take."""
+    sizes = [(flat.reduce_bytes, flat.chunk_bytes(nccl=nccl)) for flat in flats]
+    return sum(max(column) for column in zip((0, 0), *sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -142,9 +171,10 @@ def collectives_of(label: str, flats: Sequence[FlatPlan], gathers: int) -> list[
         others = layout.world_size - 1
         if others == 0 or layout.numel == 0:
             continue
-        if not strategy.replicated:
+        updated = any(each.trained for each in flats)
+        phase, count = ("step", int(updated)) if strategy.resident else ("gather", gathers)
+        if count > 0 and not strategy.replicated:
             sent = layout.shard_size * flat.dtypes.compute.itemsize * others
-            phase, count = ("step", 1) if strategy.resident else ("gather", gathers)
             found.append(Collective("all_gather", label, phase, sent, count))
         if flat.trained:
             sent = layout.shard_size * flat.dtypes.reduce.itemsize * others

@@ -1,0 +1,210 @@
+"""How far zshard.plan's step times can be trusted: predicted over measured, zshard bench plan.
+
+For each number of ranks and setting the machine is measured by the same ranks (zshard bench
+machine), before and after the steps, and a step of every strategy is predicted from that. The steps
+are run in rounds, all strategies in each, in a random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import bench_machine
+import torch
+import torch.distributed as dist
+from contestants import Setting, Variant, make_zshard
+from environment import describe, headline, write_json
+from protocol import Effort, Ratio, median_ratio
+from rank_group import run_ranks
+from tabulate import tabulate
+from tqdm import tqdm
+
+import zshard
+from zshard.gpt import SIZES
+
+STRATEGIES = ("ddp", "zero2", "zero3")
+
+
+@dataclass
+class Case:
+    """One strategy in one setting.
+
+    Args:
+        predicted: seconds; exposed: of them, waiting.
+        seconds: of every round, of the slowest rank; waited: of it, the median over the rounds.
+    """
+
+    ranks: int
+    setting: str
+    strategy: str
+    predicted: float
+    exposed: float
+    seconds: list[float]
+    waited: float
+
+    @property
+    def ratio(self) -> Ratio:
+        """Predicted over measured."""
+        return median_ratio([self.predicted] * len(self.seconds), self.seconds)
+
+    def as_json(self) -> dict[str, object]:
+        """Every figure."""
+        measured = statistics.median(self.seconds)
+        return {**asdict(self), "measured": measured, "ratio": self.ratio._asdict()}
+
+
+def run(setting: Setting, effort: Effort) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of every strategy: the slowest rank's seconds, and the ranks' mean of waiting.
+
+    Both are (rounds, strategies).
+    """
+    contestants = {name: make_zshard(setting, Variant(name)) for name in STRATEGIES}
+    batches = setting.batches(dist.get_rank())
+    rounds: list[list[tuple[float, float]]] = []
+    order, shuffler = list(STRATEGIES), random.Random(0)
+    for number in range(effort.warmups + effort.rounds):
+        shuffler.shuffle(order)
+        taken = {}
+        for name in order:
+            one, batch = contestants[name], batches[number % len(batches)]
+            before = one.exposed_seconds()
+            seconds = bench_machine.timed(partial(one.step, *batch))
+            taken[name] = seconds, one.exposed_seconds() - before
+        if number >= effort.warmups:
+            rounds.append([taken[name] for name in STRATEGIES])
+    found = torch.tensor(rounds, dtype=torch.float64)
+    slowest, waited = found[..., 0].contiguous(), found[..., 1].contiguous()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(waited)
+    return slowest, waited / dist.get_world_size()
+
+
+def measure(
+    setting: Setting, effort: Effort, facts: dict[str, object]
+) -> tuple[list[Case], list[dict[str, object]]]:
+    """Profile the machine, run the steps, profile it again; predict as the mean of both profiles.
+
+    A machine that others use is not the same a minute later, and the steps lie in between.
+    """
+    profiles = [bench_machine.rank_main(setting.device, setting.tokens, facts)]
+    slowest, waited = run(setting, effort)
+    profiles.append(bench_machine.rank_main(setting.device, setting.tokens, facts))
+    cases = []
+    for index, name in enumerate(STRATEGIES):
+        planned = [
+            zshard.plan(
+                setting.build(),
+                dist.get_world_size(),
+                strategy=name,
+                precision=zshard.Precision(setting.compute, setting.reduce),
+                batch=(1, setting.tokens),
+                machine=zshard.Machine.from_dict(profile),
+                backend="gloo",
+            )
+            for profile in profiles
+        ]
+        cases.append(
+            Case(
+                dist.get_world_size(),
+                f"{setting.model} {setting.tokens} tokens {setting.precision}",
+                name,
+                statistics.fmean(each.step_seconds or 0.0 for each in planned),
+                statistics.fmean(each.exposed_seconds or 0.0 for each in planned),
+                slowest[:, index].tolist(),
+                float(waited[:, index].median()),
+            )
+        )
+    return cases, profiles
+
+
+def rank_main(
+    settings: list[Setting], effort: Effort, facts: dict[str, object]
+) -> dict[str, object]:
+    """Body of a rank: every setting in turn."""
+    hidden = None if dist.get_rank() == 0 else True
+    found = [
+        measure(setting, effort, facts)
+        for setting in tqdm(settings, unit="setting", disable=hidden)
+    ]
+    return {
+        "machines": [profile for _, profiles in found for profile in profiles],
+        "cases": [asdict(case) for cases, _ in found for case in cases],
+    }
+
+
+def table(cases: Sequence[Case]) -> str:
+    """A line for each case."""
+    rows = [
+        (
+            case.setting,
+            case.ranks,
+            case.strategy,
+            case.predicted * 1e3,
+            statistics.median(case.seconds) * 1e3,
+            case.ratio.median,
+            case.ratio.interval,
+            case.exposed * 1e3,
+            case.waited * 1e3,
+        )
+        for case in cases
+    ]
+    heads = ["setting", "ranks", "strategy", "predicted ms", "measured", "ratio", "95 %"]
+    return tabulate(rows, [*heads, "waiting predicted", "measured"], floatfmt=".2f")
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
+    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=[*SIZES], default=["25m"], nargs="+")
+    parser.add_argument("--tokens", type=int, default=[128], help="of a rank", nargs="+")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "bf16/bf16"], default=["fp32", "bf16"], nargs="+"
+    )
+    parser.add_argument("--ranks", type=int, default=[1, 2, 4], nargs="+")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
+    arguments = parser.parse_args(argv)
+    if min(*arguments.ranks, *arguments.tokens) < 1:
+        parser.error("--ranks and --tokens: whole numbers, 1 or more")
+    effort, device = Effort.of(arguments.quick), torch.device("cpu")
+    torch.set_num_threads(1)
+    facts = {**describe(device), "backend": "gloo"}
+    print(headline(facts))
+    settings = [
+        Setting(model, tokens, precision, device)
+        for model in arguments.model
+        for tokens in arguments.tokens
+        for precision in arguments.precision
+    ]
+    cases: list[Case] = []
+    machines: list[object] = []
+    for ranks in arguments.ranks:
+        report = run_ranks(
+            rank_main,
+            (settings, effort, {**facts, "ranks": ranks}),
+            ranks=ranks,
+            backend="gloo",
+            device=device,
+        )
+        machines += report["machines"]  # type: ignore[operator]
+        cases += [Case(**fields) for fields in report["cases"]]  # type: ignore[attr-defined]
+    print(table(cases))
+    if arguments.json:
+        write_json(
+            arguments.json,
+            {
+                "benchmark": "plan",
+                "environment": facts,
+                "quick": arguments.quick,
+                "machines": machines,
+                "results": [case.as_json() for case in cases],
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

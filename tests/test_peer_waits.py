@@ -1,0 +1,118 @@
+"""comm="peer": what one rank does on its own, and the others do not wait for."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+
+
+def uneven() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 40), nn.Linear(40, 2))
+
+
+def stepped(strategy: str) -> nn.Module:
+    model = zshard.wrap(uneven(), comm="peer", strategy=strategy, units="layer")
+    optimizer = zshard.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def looks_alone(rank: int, world_size: int, strategy: str) -> int:
+    model = stepped(strategy)
+    names = len(zshard.local_shards(model)) if rank == 0 else 0
+    dist.barrier()
+    return names
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_one_rank_alone_may_take_its_shards_after_a_step(strategy: str) -> None:
+    assert run_ranks(looks_alone, 2, strategy, timeout=20) == [6, 0]
+
+
+def writes_alone(rank: int, world_size: int, strategy: str) -> str:
+    model = stepped(strategy)
+    with pytest.raises(zshard.MismatchError) as raised:
+        if rank == 0:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2.0)
+        model(torch.ones(2, 3))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_write_by_one_rank_alone_is_refused_and_not_waited_for(strategy: str) -> None:
+    for said in run_ranks(writes_alone, 2, strategy, timeout=20):
+        assert "the ranks" in said
+
+
+def unfreezes_alone(rank: int, world_size: int) -> list[float]:
+    """Rank 0 trains the largest unit, is refused, and freezes it again."""
+    model = zshard.wrap(uneven(), comm="peer", units="layer")
+
+    def step() -> None:
+        model(torch.ones(2, 3)).sum().backward()
+
+    def train_largest(value: bool) -> None:
+        for param in model[1].parameters():
+            param.requires_grad_(value)
+
+    train_largest(False)
+    step()
+    if rank == 0:
+        train_largest(True)
+    with pytest.raises(zshard.MismatchError, match=r"on ranks \[0\] alone"):
+        step()
+    zshard.reset(model)
+    if rank == 0:
+        train_largest(False)
+    model.zero_grad()
+    step()
+    train_largest(True)
+    step()
+    grad = zshard.full_grad(model, "1.bias")
+    assert grad is not None
+    return grad.tolist()
+
+
+def test_reduce_buffers_that_one_rank_alone_has_sized_are_made_by_all_or_none() -> None:
+    first, second = run_ranks(unfreezes_alone, 2, timeout=20)
+    assert first == second
+    assert len(first) == 40
+
+
+def thaws(rank: int, world_size: int) -> list[int]:
+    """Bytes of this rank's shared memory as units are unfrozen, the smallest first."""
+    sizes = (600, 801, 1200)
+    model = nn.ModuleList(nn.Linear(size, size) for size in sizes)
+    zshard.wrap(nn.Sequential(*model), comm="peer", units="layer", init="trust")
+    found = []
+    for thawed in range(1, 4):
+        for index, unit in enumerate(model):
+            unit.requires_grad_(index < thawed)
+        sum(
+            unit(torch.ones(1, size)).sum() for unit, size in zip(model, sizes, strict=True)
+        ).backward()
+        with open("/proc/self/maps") as maps:
+            spans = [line.split()[0].split("-") for line in maps if "memfd:zshard" in line]
+        found.append(sum(int(end, 16) - int(begin, 16) for begin, end in spans))
+    return found
+
+
+def test_reduce_buffers_that_grew_leave_no_shared_memory_behind() -> None:
+    for found in run_ranks(thaws, 2, timeout=30):
+        growth = [after - before for before, after in pairwise(found)]
+        for step, (small, large) in zip(growth, ((600, 801), (801, 1200)), strict=True):
+            buffers = 2 * 2 * 4 * ((large * large + large) - (small * small + small))
+            assert abs(step - buffers) < 1 << 16, "two buffers of two ranks have grown in place"

@@ -1,0 +1,72 @@
+"""Planned collectives of models whose units are not each called once and trained."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+
+kOrders = {"skipped": (0, 2), "repeated": (0, 1, 2, 0, 1, 2), "reversed": (2, 1, 0)}
+
+
+def build(case: str) -> nn.Module:
+    """Return the blocks, called in the case's order, or without training some of them."""
+    torch.manual_seed(0)
+    model = models.Blocks(kOrders.get(case, (0, 1, 2)))
+    if case == "frozen at first":  # of the root, a part
+        for module in (model.inlet, model.blocks[0]):
+            module.requires_grad_(False)
+    if case == "frozen between":
+        model.blocks[1].requires_grad_(False)
+    return model
+
+
+def compare(rank: int, size: int) -> int:
+    """Hold the collectives of a third step against plans; returns how many."""
+    x, count = torch.ones(4, 3), 0
+    for case in (*kOrders, "frozen at first", "frozen between"):
+        for strategy in ("zero3", "zero2", "ddp"):
+            planned = zshard.plan(build(case), size, strategy=strategy, batch=x)
+            model = zshard.wrap(build(case), strategy=strategy)
+            trained = [param for param in model.parameters() if param.requires_grad]
+            optimizer = zshard.AdamW(trained)
+            stats = zshard.stats(model)
+            for _ in range(3):
+                stats.reset()
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for op in ("all_gather", "reduce_scatter"):
+                alike = [each for each in planned.collectives if each.op == op]
+                calls, sent = stats.calls[op], stats.sent_bytes[op]
+                assert sum(each.count for each in alike) == calls, (case, strategy, op)
+                assert sum(each.bytes * each.count for each in alike) == sent, (case, strategy, op)
+            count += 1
+    return count
+
+
+def test_gathers_and_reductions_are_those_of_the_units_that_run() -> None:
+    assert set(run_ranks(compare, 2, timeout=120)) == {15}
+
+
+@pytest.mark.parametrize(("case", "gathers"), [("skipped", 4), ("frozen at first", 5)])
+def test_a_timeline_has_the_gathers_of_the_units_that_run(case: str, gathers: int) -> None:
+    planned = zshard.plan(build(case), 2, batch=torch.ones(4, 3))
+    line = planned.timeline
+    assert line is not None
+    spans = [span for span in line.spans if span.stream == "gather"]
+    assert len(spans) == gathers
+    packed = [span.unit for span in line.spans if span.phase == "pack"]
+    assert sorted(packed) == sorted(unit.name for unit in planned.units if unit.holding.gradients)
+
+
+def test_backward_of_a_unit_that_makes_the_models_output_is_its_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))  # the root computes nothing
+    line = zshard.plan(model, 2, batch=torch.ones(4, 3)).timeline
+    assert line is not None
+    took = {s.unit: s.ended - s.began for s in line.spans if s.phase == "backward"}
+    assert took["1"] > 0

@@ -1,0 +1,53 @@
+"""What plans take by other names, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import models
+import pytest
+import torch
+
+import zshard
+from zshard.planning.machine import MACHINES
+
+
+def test_a_plan_and_its_units_have_the_same_kinds() -> None:
+    planned = zshard.plan(models.build("blocks"), 2).to_dict()
+    for unit in planned["units"]:
+        assert set(unit) - {"name", "model_parameters"} == set(planned["per_rank"])
+    root = planned["units"][0]
+    assert root["peak"] == root["states"] + root["full_buffers"] + root["reduce_buffers"]
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"), [("full_shard", "zero3"), ("shard_grad_op", "zero2"), ("no_shard", "ddp")]
+)
+def test_a_strategy_by_fsdps_name_is_no_alternative_to_itself(alias: str, name: str) -> None:
+    planned = zshard.plan(models.build("blocks"), 2, strategy=alias)
+    assert planned.strategy == name
+    assert f"strategy {name}" not in [each.change for each in planned.alternatives()]
+
+
+@pytest.mark.parametrize("given", [{"hbm": "80GB"}, {"network": "50GB"}])
+def test_sizes_as_text_are_refused(given: dict[str, str]) -> None:
+    with pytest.raises(zshard.InputError, match="GB"):
+        zshard.plan(models.build("blocks"), 2, **given)
+    with pytest.raises(zshard.InputError, match="GB"):
+        zshard.plan(models.build("blocks"), 2).fit("80GB")
+
+
+def test_a_machine_measured_with_one_rank_does_for_counting_devices() -> None:
+    alone = replace(MACHINES["h100"], gather=None, reduce=None, network=None)
+    planned = zshard.plan(models.build("blocks"), 1, batch=torch.ones(2, 3), machine=alone)
+    least = planned.peak_over(4)
+    assert planned.fit(least).devices["zero3"] is not None
+    with pytest.raises(zshard.InputError, match="measured with one rank"):
+        planned.with_world_size(2)
+
+
+def test_a_configuration_of_no_language_model_is_refused_with_the_remedy() -> None:
+    import transformers
+
+    with pytest.raises(zshard.InputError, match=r"config\.architectures"):
+        zshard.plan(transformers.T5Config(num_layers=1), 2)

@@ -1,0 +1,79 @@
+"""Which ranks of a group can read each other's memory, and whether they are still alive."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple, cast
+
+import torch
+
+from .groups import Ranks
+from .shared import descriptor_path
+
+
+class Life(NamedTuple):
+    """A rank's process: ``fd`` is readable once it has ended."""
+
+    pid: int
+    fd: int
+
+
+class _Place(NamedTuple):
+    """What a rank tells the others of itself."""
+
+    host: str
+    pid: int
+    path: str  # of an open file that holds the proof
+    proof: bytes  # that a process is the one meant: another host may have one of the same number
+
+
+def find_each_other(ranks: Ranks, device: torch.device) -> tuple[list[Life], str]:
+    """Every rank's process, and "" or why one of them is out of reach. All ranks have to call."""
+    linux = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    possible = linux and device.type == "cpu" and ranks.backend != "fake"
+    made = os.memfd_create("zshard", os.MFD_CLOEXEC) if possible else -1
+    mine = _Place(socket.gethostname(), os.getpid(), descriptor_path(made), secrets.token_bytes(16))
+    if possible:
+        os.write(made, mine.proof)
+    lives: list[Life] = []
+    problem = ""
+    if not possible:
+        what = "simulated ranks" if ranks.backend == "fake" else f"ranks with memory of {device}"
+        problem = f"on host {mine.host}, {what} cannot share it"
+    for rank, told in enumerate(ranks.all_gather_object(mine)):
+        if problem:
+            break
+        place = cast("_Place", told)
+        try:
+            lives.append(Life(place.pid, os.pidfd_open(place.pid)))
+            problem = _check(place)
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            problem = (
+                f"on host {mine.host}, the memory of {ranks.name(rank)} on host {place.host} is "
+                f"out of reach ({problem})"
+            )
+    ranks.all_gather_object(None)  # all have looked
+    close_all([made] if possible else [])
+    return lives, problem
+
+
+def _check(place: _Place) -> str:
+    opened = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # whatever it is
+    try:
+        same = os.pread(opened, len(place.proof), 0) == place.proof
+    finally:
+        os.close(opened)
+    return "" if same else f"process {place.pid} is another one here"
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close files, whatever has become of them."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)

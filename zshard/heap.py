@@ -1,0 +1,32 @@
+"""What the C library does with memory that was freed.
+
+[Note: what the C library keeps]
+A unit's gradients are autograd's, and are freed together once they are packed. glibc gives back to
+the kernel what is free at the end of its heap, beyond a threshold, and maps blocks above another
+one by themselves; the next unit's gradients would fault all of it in again, page by page. Both
+thresholds follow the program's largest freed block only as chance has it, so they are set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+_LARGEST_IN_HEAP = 32 << 20  # bytes; glibc takes no more, and comes to as much by itself
+_LARGEST_INT = (1 << 31) - 1
+
+
+def keep_freed(nbytes: int) -> None:
+    """Have freed memory of this size stay with the process, for the next gradients.
+
+    Blocks of up to 32 MiB come from the heap, and twice ``nbytes`` (64 MiB, if that is more) may be
+    free at its end: never less than glibc would allow after a block of that size. Another C
+    library is left as it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+        mallopt(_M_TRIM_THRESHOLD, min(2 * max(nbytes, _LARGEST_IN_HEAP), _LARGEST_INT))

@@ -1,0 +1,184 @@
+"""The ranks of one host as one rank sees them: who is missing, and what small things they say.
+
+There is one `Neighbours` for a process group, however many models are wrapped over it: a rank that
+is in a meeting of one model finds there a rank that is in a meeting of another.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .discovery import Life, close_all
+from .groups import Ranks
+from .shared import Arena, Window
+
+_SLICE_SECONDS = 0.05  # of a wait, between looks at whether the others are alive
+_MAILBOX_BYTES = 1 << 20  # of each rank
+_NOTE_BYTES = 256
+_SMALL_SUM = 1 << 16  # bytes: sums below have a window of their own, to be waited for later
+_FAILED = b"!"  # starts the note of a rank that has given up
+
+
+class Neighbours:
+    """What the ranks of ``ranks`` share.
+
+    Args:
+        lives: of every rank, this one's too.
+
+    Attributes:
+        token: the same on all of them, and only there.
+    """
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, lives: list[Life]) -> None:
+        self.token = str(ranks.all_gather_object(secrets.token_hex(8))[0])
+        self._lives = lives
+        self._names = [ranks.name(rank) for rank in range(ranks.size)]
+        self._group = group  # so that no other one takes its id; see `known`
+        self._ended = select.poll()
+        for life in lives:
+            self._ended.register(life.fd, select.POLLIN)
+        weakref.finalize(self, close_all, [life.fd for life in lives])
+        self._seconds = _timeout(group, ranks.device).total_seconds()
+        self._arena = Arena(ranks)
+        self._mailbox = self._arena.window(_MAILBOX_BYTES)
+        self._sums: dict[int, Window] = {}  # by bytes
+        self._summing: dict[int, _Sum] = {}  # the last of each
+        notes = self._arena.window(_NOTE_BYTES)
+        self._notes = notes.rows.numpy()
+        self._note = memoryview(notes.own.numpy())  # type: ignore[arg-type]
+        self._texts: dict[tuple[str, str, str], bytes] = {}
+
+    # --- who is missing --------------------------------------------------------------------------
+
+    def note(self, op: str, step: int, phase: str, unit: str) -> None:
+        """Have the others see what this rank is at, should it be missed."""
+        text = self._texts.get((op, phase, unit))
+        if text is None:
+            text = f"{op} in {phase} of unit {unit!r}".encode()[: _NOTE_BYTES - 32]
+            self._texts[op, phase, unit] = text
+        self._write_note(b"%b in step %d\0" % (text, step))
+
+    def _write_note(self, text: bytes) -> None:
+        self._note[: len(text)] = text
+
+    def _noted(self, rank: int) -> str:
+        text: bytes = self._notes[rank].tobytes()
+        return text.partition(b"\0")[0].decode(errors="replace")
+
+    def wait(self, wait: Callable[[float], int]) -> None:
+        """Wait in slices, as long as the rank that is late is alive and the deadline far.
+
+        Args:
+            wait: of a Rendezvous.
+
+        Raises:
+            RuntimeError: that names the rank; ``Comm`` says in which collective of which unit.
+        """
+        late = wait(_SLICE_SECONDS)
+        if late < 0:
+            return
+        deadline = time.monotonic() + self._seconds
+        while late >= 0:
+            problem = self._problem(late, time.monotonic() >= deadline)
+            if problem:
+                # So that one who waits for this rank learns of the rank that this one waits for.
+                self._write_note(_FAILED + problem.encode()[: _NOTE_BYTES - 2] + b"\0")
+                raise RuntimeError(problem)
+            late = wait(_SLICE_SECONDS)
+
+    def _problem(self, late: int, out_of_time: bool) -> str:
+        """Why it makes no sense to wait for rank ``late`` any longer; "" if it does."""
+        noted = self._noted(late)
+        name = f"{self._names[late]} (process {self._lives[late].pid})"
+        if noted.startswith(_FAILED.decode()):
+            return f"{name} has given up: {noted[1:]}"
+        seen = f"It was seen last at {noted}" if noted else "It has not been seen yet"
+        gone = {fd for fd, _ in self._ended.poll(0)}
+        if self._lives[late].fd in gone:
+            return f"{name} has ended. {seen}"
+        if out_of_time:
+            ended = [rank for rank, life in enumerate(self._lives) if life.fd in gone]
+            also = f", and these ranks have ended: {ended}" if ended else ""
+            return f"{name} is alive but has not come for {self._seconds:g} s{also}. {seen}"
+        return ""
+
+    # --- what is small ---------------------------------------------------------------------------
+
+    def swap(self, mine: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Pass ``mine`` (n,) uint8 through the mailbox: pieces' begins and (N, piece) of all."""
+        box = self._mailbox
+        for begin in range(0, mine.numel(), _MAILBOX_BYTES):
+            piece = mine[begin : begin + _MAILBOX_BYTES]
+            self.wait(box.presence.await_departures)
+            box.own[: piece.numel()].copy_(piece)
+            box.presence.arrive()
+            self.wait(box.presence.await_arrivals)
+            yield begin, box.rows[:, : piece.numel()]
+            box.presence.depart()
+
+    def start_sum(self, value: torch.Tensor, *, maximum: bool) -> _Sum | None:
+        """Start summing ``value`` in rank order (or taking its maximum), in place."""
+        nbytes = value.nbytes
+        if nbytes > _SMALL_SUM or not value.is_contiguous():
+            flat = value.reshape(-1)
+            for begin, rows in self.swap(flat.view(torch.uint8)):
+                first, parts = begin // value.itemsize, rows.view(value.dtype)
+                flat[first : first + parts.shape[1]] = _sum(parts, maximum)
+            value.copy_(flat.view_as(value))
+            return None
+        window = self._sums.get(nbytes)
+        if window is None:
+            window = self._sums[nbytes] = self._arena.window(nbytes)
+        elif (before := self._summing.pop(nbytes, None)) is not None:
+            before.wait()  # its memory is used again
+        self.wait(window.presence.await_departures)
+        window.own.view(value.dtype).copy_(value.view(-1))
+        window.presence.arrive()
+        work = self._summing[nbytes] = _Sum(self, window, value, maximum)
+        return work
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The group's; torch's default where the backend keeps none."""
+    options = getattr(group._get_backend(device), "options", None)
+    found: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return found
+
+
+class _Sum:
+    def __init__(
+        self, over: Neighbours, window: Window, value: torch.Tensor, maximum: bool
+    ) -> None:
+        self._over, self._window, self._maximum = over, window, maximum
+        self._value: torch.Tensor | None = value  # until it is complete
+
+    def wait(self) -> bool:
+        if self._value is not None:
+            self._over.wait(self._window.presence.await_arrivals)
+            total = _sum(self._window.rows.view(self._value.dtype), self._maximum)
+            self._value.copy_(total.view_as(self._value))
+            self._window.presence.depart()
+            self._value = None
+        return True
+
+
+def _sum(rows: torch.Tensor, maximum: bool) -> torch.Tensor:
+    """(n,): the sum, in rank order, or the maximum of ``rows`` (N, n)."""
+    if maximum:
+        return rows.amax(0)
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+# By the id of the group, as long as a model is wrapped over it.
+known: weakref.WeakValueDictionary[int, Neighbours] = weakref.WeakValueDictionary()

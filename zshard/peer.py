@@ -1,0 +1,226 @@
+"""Collectives over memory that the ranks of one host share: nothing is sent, ranks read each other.
+
+[Note: a collective over shared memory]
+To start one is to arrive: what this rank lends is complete, and may be read. To wait for it is to
+wait until all have arrived, to read what this rank needs where it lies, and to depart. Before what
+was lent is written again, all have to have departed. No thread works in between, so a rank waits
+only for ranks that are behind it. Each buffer has a rendezvous of its own; ranks may wait for
+different ones in different orders. Sums are made by the reader, in rank order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import Literal, NamedTuple, cast, get_args
+
+import torch
+import torch.distributed as dist
+
+from . import ops
+from .discovery import close_all, find_each_other
+from .errors import Error, InputError, MismatchError, WrapError
+from .groups import Ranks
+from .messages import Work
+from .neighbours import Neighbours, known
+from .shared import Arena, Window
+
+Transport = Literal["auto", "group", "peer"]
+
+_COPIED = torch.float32  # any dtype of the ops: a shard's bytes are copied, 64 or a multiple
+_LOG = logging.getLogger("zshard")
+
+
+class PeerRanks(Ranks):
+    """Ranks of one host that read each other's memory; one for each model."""
+
+    in_memory = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours
+    ) -> None:
+        super().__init__(group, device)
+        self._neighbours = neighbours
+        self._arena = Arena(weakref.proxy(self))  # its windows go with the model, and at once
+        # What a gather reads of every rank, by window and this rank's first byte.
+        self._shards: dict[tuple[Window, int], list[torch.Tensor]] = {}
+
+    # --- what is lent ----------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
+        """(numel,) that the other ranks can read. All ranks have to ask for the same."""
+        window = self._arena.window(numel * dtype.itemsize)
+        window.whole = whole
+        return window.own.view(dtype)
+
+    def note(self, op: str, step: int, phase: str, unit: str) -> None:
+        """Have the others see what this rank is at, should it be missed."""
+        self._neighbours.note(op, step, phase, unit)
+
+    def reclaim(self, lent: torch.Tensor) -> None:
+        """Wait until nobody reads ``lent`` any more."""
+        if (found := self._arena.find(lent)) is not None:
+            self._neighbours.wait(found[0].presence.await_departures)
+
+    def release(self, lent: torch.Tensor) -> None:
+        """Say that this rank has read what others lend where it lends ``lent``."""
+        self._find(lent)[0].presence.depart()
+
+    def give_back(self, lent: torch.Tensor) -> None:
+        """Need ``lent`` no longer; others still may, and have it mapped themselves."""
+        self._arena.give_back(lent)
+
+    def rows_for_me(self, packed: torch.Tensor) -> torch.Tensor | None:
+        """(N, S): what every rank has packed for this one, in this rank's ``packed`` (N * S,)."""
+        window, begin = self._find(packed)
+        rows = window.rows[:, begin : begin + packed.nbytes].view(packed.dtype)
+        return rows.view(self.size, self.size, -1)[:, self.rank]
+
+    def _find(self, lent: torch.Tensor) -> tuple[Window, int]:
+        found = self._arena.find(lent)
+        assert found is not None, "every buffer that is exchanged is made by `empty`"
+        return found
+
+    # --- collectives -----------------------------------------------------------------------------
+
+    def chunks(self, dtype: torch.dtype) -> int:
+        """Every rank's row, read where it lies."""
+        return self.size
+
+    def find_hosts(self) -> None:
+        """All are on this one."""
+
+    def start_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
+    ) -> Work | None:
+        """Lend ``shard`` (S,); what others lend is read when it is waited for."""
+        if (found := self._arena.find(shard)) is None:
+            for begin, rows in self._neighbours.swap(shard):
+                full.view(self.size, -1)[:, begin : begin + rows.shape[1]].copy_(rows)
+            return None
+        found[0].presence.arrive()
+        return _Gather(self, full, shard)
+
+    def read(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        """End a gather: wait until all lend their shards, and copy them."""
+        window, begin = self._find(shard)
+        self._neighbours.wait(window.presence.await_arrivals)
+        if (shards := self._shards.get((window, begin))) is None:
+            step = shard.nbytes if window.whole else 0
+            begins = [begin + (rank - self.rank) * step for rank in range(self.size)]
+            shards = self._shards[window, begin] = [
+                row[at : at + shard.nbytes].view(_COPIED)
+                for row, at in zip(window.rows, begins, strict=True)
+            ]
+        ops.gather_cast_(full.view(_COPIED), shards)
+        window.presence.depart()
+
+    def start_exchange(
+        self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
+    ) -> Work | None:
+        """Lend ``packed``; ``chunks`` are the others', where they lie."""
+        window, _ = self._find(packed)
+        window.presence.arrive()
+        return _Arrivals(self._neighbours, window)
+
+    def start_all_reduce(self, value: torch.Tensor, *, maximum: bool) -> Work | None:
+        """Start summing ``value`` in rank order (or taking its maximum), in place."""
+        return self._neighbours.start_sum(value, maximum=maximum)
+
+    def broadcast(self, value: torch.Tensor) -> None:
+        """Replace ``value`` by the first rank's, in place."""
+        flat = value.contiguous().view(-1).view(torch.uint8)
+        for begin, rows in self._neighbours.swap(flat):
+            flat[begin : begin + rows.shape[1]] = rows[0]
+        value.copy_(flat.view(value.dtype).view_as(value))
+
+    def all_gather_words(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``mine`` (n,), one behind the other."""
+        everyone = mine.new_empty(self.size, mine.numel())
+        for begin, rows in self._neighbours.swap(mine.view(torch.uint8)):
+            first, words = begin // mine.itemsize, rows.view(mine.dtype)
+            everyone[:, first : first + words.shape[1]] = words
+        return everyone.view(-1)
+
+
+class _Gather(NamedTuple):
+    over: PeerRanks
+    full: torch.Tensor  # (N * S,) uint8
+    shard: torch.Tensor  # (S,) uint8
+
+    def wait(self) -> bool:
+        self.over.read(self.full, self.shard)
+        return True
+
+
+class _Arrivals(NamedTuple):
+    over: Neighbours
+    window: Window
+
+    def wait(self) -> bool:
+        self.over.wait(self.window.presence.await_arrivals)
+        return True
+
+
+def carried_by(transport: Transport, ranks: Ranks, device: torch.device) -> Ranks:
+    """``ranks`` over ``transport``; for "auto", over shared memory where all of them can.
+
+    Raises:
+        InputError: for a value of ZSHARD_COMM that is no transport.
+        MismatchError: on every rank, if they ask for different ones.
+        WrapError: on every rank, for "peer" where a rank cannot reach another's memory.
+    """
+    if ranks.size == 1:
+        return ranks
+    if transport == "auto":
+        given = os.environ.get("ZSHARD_COMM", transport)
+        if given not in get_args(Transport):
+            raise InputError(f"ZSHARD_COMM={given!r}: expected 'auto', 'group' or 'peer'")
+        transport = cast("Transport", given)
+    group = ranks.group
+    assert group is not None
+    there = known.get(id(group))
+    told = ranks.all_gather_object((transport, there.token if there else ""))
+    asked, tokens = zip(*cast("list[tuple[str, str]]", told), strict=True)
+    if len(set(asked)) > 1:
+        raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
+    if transport == "group":
+        return ranks
+    if there is not None and len(set(tokens)) == 1:
+        return PeerRanks(group, device, there)
+    lives, problem = find_each_other(ranks, device)
+    problems = [str(each) for each in ranks.all_gather_object(problem)]
+    if not any(problems):
+        if ranks.rank == 0:
+            _LOG.info("comm='peer': the %d ranks read each other's memory", ranks.size)
+        there = known[id(group)] = Neighbours(ranks, group, lives)
+        return PeerRanks(group, device, there)
+    close_all([life.fd for life in lives])
+    rank = next(rank for rank, each in enumerate(problems) if each)
+    if transport == "peer":
+        raise WrapError(
+            f"comm='peer': {ranks.name(rank)} of {ranks.size}: {problems[rank]}. Ranks have to be "
+            "processes of one user on one Linux host, and parameters on the CPU; comm='group' "
+            "goes through the process group."
+        )
+    if ranks.rank == 0:
+        _LOG.info("comm='group', because of %s: %s", ranks.name(rank), problems[rank])
+    return ranks
+
+
+def on_every_replica(
+    transport: Transport, shards: Ranks, replicas: Ranks, device: torch.device
+) -> Ranks:
+    """``carried_by`` of ``shards``; what one replica's ranks refuse, the ranks of all do."""
+    carried, refused = shards, None
+    try:
+        carried = carried_by(transport, shards, device)
+    except Error as error:
+        refused = error
+    if replicas.size > 1:
+        everyone = cast("list[Error | None]", replicas.all_gather_object(refused))
+        refused = refused or next((each for each in everyone if each is not None), None)
+    if refused is not None:
+        raise refused
+    return carried

@@ -1,0 +1,56 @@
+"""A plan held against a model in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from ..errors import PlanError
+from ..usage import memory
+from ..wrap import schedule_of
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+_TOLERANCE = 0.02
+_OF_UNIT = ("parameters", "gradients", "master", "optimizer", "full_buffers", "reduce_buffers")
+_KINDS = (*_OF_UNIT, "states")  # padding differs between ranks, and activations are autograd's
+
+
+def check(plan: Plan, model: nn.Module) -> None:
+    """See ``Plan.check``."""
+    size = schedule_of(model).comm.size
+    if size != plan.world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, and the model is sharded over {size}: "
+            f"plan.with_world_size({size}).check(model)"
+        )
+    found, planned = memory(model), cast(Any, plan.to_dict())
+    wrong = list(_differences(planned["per_rank"], found["now"], _KINDS, "the model"))
+    names = [[unit["name"] for unit in each["units"]] for each in (planned, found)]
+    if names[0] != names[1]:
+        raise PlanError(
+            f"the plan has {len(names[0])} units, {', '.join(names[0][:5])} ..., and the model "
+            f"{len(names[1])}, {', '.join(names[1][:5])} ...: give both the same units="
+        )
+    for mine, real in zip(planned["units"], found["units"], strict=True):
+        wrong += _differences(mine, real, _OF_UNIT, f"unit {mine['name']!r}")
+    if wrong:
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise PlanError(
+            f"what the model takes differs from the plan by more than {_TOLERANCE:.0%}: "
+            f"{'; '.join(wrong[:8])}{more}. Gradients and buffers are there after a backward, and "
+            "the optimizer's states after a step; all arguments have to be those of zshard.wrap."
+        )
+
+
+def _differences(
+    planned: object, found: object, kinds: tuple[str, ...], where: str
+) -> Iterator[str]:
+    assert isinstance(planned, Mapping) and isinstance(found, Mapping)
+    for kind in kinds:
+        expected, real = planned[kind], found[kind]
+        if abs(real - expected) > _TOLERANCE * expected:
+            yield f"{kind} of {where}: {real:,} bytes, planned {expected:,}"

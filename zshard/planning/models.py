@@ -1,0 +1,73 @@
+"""The module that is planned: as given, of a preset, or built of a configuration."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..gpt import GPT, SIZES, GPTConfig
+from ..param import Sharded
+
+_CONTEXT = 2048  # of a preset, if the batch has no longer sequences
+
+
+def model_of(model: object, context: int = 0) -> nn.Module:
+    """The module that ``model`` stands for, on the meta device where it is made here.
+
+    Args:
+        model: see ``plan``.
+        context: the longest sequence of a batch.
+
+    Raises:
+        InputError: if it stands for none, or is wrapped.
+    """
+    if isinstance(model, nn.Module):
+        if any(isinstance(param, Sharded) for param in model.parameters()):
+            raise InputError("zshard.plan: this model is wrapped; zshard.memory says what it takes")
+        return model
+    if isinstance(model, str) and model.startswith("gpt:"):
+        size = model.removeprefix("gpt:")
+        if size not in SIZES:
+            raise InputError(f"{model!r}: expected gpt: and one of {', '.join(SIZES)}")
+        with torch.device("meta"):
+            return GPT(GPTConfig(*SIZES[size], context=max(_CONTEXT, context)))
+    return _of_transformers(model)
+
+
+def _of_transformers(model: object) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            f"{model!r}: to read it, zshard.plan needs transformers ({error})"
+        ) from None
+    config = model
+    if isinstance(model, str | os.PathLike):
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                os.fspath(model), local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            raise InputError(f"{model}: cannot be read as a configuration: {error}") from error
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise InputError(f"zshard.plan: a {type(model).__name__} is no model or configuration")
+    names = getattr(config, "architectures", None) or []
+    architecture = getattr(transformers, names[0], None) if names else None
+    with torch.device("meta"):
+        built: object
+        if architecture is not None:
+            built = architecture(config)
+        else:
+            try:
+                built = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            except ValueError as error:
+                raise InputError(
+                    f"a {type(config).__name__} without architectures is of no causal language "
+                    "model: name the model's class in config.architectures, or pass the model, "
+                    "built on the meta device"
+                ) from error
+    assert isinstance(built, nn.Module)
+    return built

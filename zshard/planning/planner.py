@@ -1,0 +1,209 @@
+"""``zshard.plan``: a model planned, in as many ways as are asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..layout import Layout
+from ..precision import Precision
+from ..strategy import Choice, strategy_of
+from ..unitmap import Units, UnitSpec, flat_groups, unit_map
+from .fit import require_bytes
+from .footprint import (
+    STATES,
+    Collective,
+    FlatPlan,
+    Holding,
+    buffers_of,
+    collectives_of,
+    reduce_buffers_of,
+)
+from .forecast import forecast
+from .machine import Link, Machine
+from .models import model_of
+from .plan import Activations, Plan, Setup, UnitPlan
+from .rehearsal import BatchLike, Rehearsal, rehearse
+
+_ALONE = threading.RLock()  # a rehearsal has the modules hold fake parameters for a while
+
+
+def plan(
+    model: nn.Module | str | os.PathLike[str] | object,
+    world_size: int,
+    *,
+    strategy: Choice = "zero3",
+    units: Units = None,
+    precision: Precision | None = None,
+    optimizer: str = "adamw",
+    prefetch: int = 1,
+    batch: BatchLike | None = None,
+    checkpointing: bool = False,
+    activations: int | None = None,
+    hbm: float | None = None,
+    machine: Machine | str | os.PathLike[str] | None = "h100",
+    network: Link | float | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """Say what ``zshard.wrap`` with these arguments takes on each rank, and sends in a step.
+
+    By the layout code of wrap itself, so bytes are exact: tests hold them against
+    ``zshard.memory`` and ``zshard.stats``. The model may be on the meta device, and nothing of its
+    size is allocated. With a batch, a step is run on fake tensors: activations are exact as well
+    (those of the kernels that a CPU would use, without their workspaces), and the step's time is
+    predicted from what it computes and sends, in the order of the real schedule.
+
+    Args:
+        model: a module that is not wrapped; "gpt:7b", of the sizes of ``zshard train``; a
+            ``transformers`` configuration, or the path of its config.json (or the folder of that).
+        world_size: ranks to shard over.
+        strategy, units, precision, prefetch: as for ``wrap``.
+        optimizer: "adamw", "adam", "momentum" (SGD with it) or "sgd".
+        batch: of a rank: (sequences, tokens) for a language model; or the model's inputs, a tensor,
+            a tuple of them or a dict, whose values do not matter.
+        checkpointing: recompute every unit but the root in backward. What the model recomputes by
+            itself counts in any case.
+        activations: bytes that a rank's activations take at the peak, where there is no batch.
+        hbm: bytes of a device, for ``fit`` and ``alternatives``.
+        machine: "a100", "h100" or "h200", from their datasheets; a ``Machine``; or the file that
+            ``zshard plan --calibrate`` has measured; None: predict no times.
+        network: between all ranks, in place of the machine's; a number is bytes a second.
+        backend: "nccl" or "gloo", whose reductions take different buffers; None: gloo for a machine
+            without GPUs, or else NCCL where torch sees a GPU.
+
+    Raises:
+        InputError: for an argument that cannot be used, or a model that does not run without
+            values.
+    """
+    if activations is not None and (type(activations) is not int or activations < 0):
+        raise InputError(f"activations={activations!r}: expected bytes, 0 or more")
+    if activations is not None and batch is not None:
+        raise InputError("activations= and batch=: give the bytes, or what they are measured with")
+    if batch is None and checkpointing:
+        raise InputError("checkpointing=True changes activations, which are measured with batch=")
+    if backend not in (None, "nccl", "gloo"):
+        raise InputError(f"backend={backend!r}: expected 'nccl', 'gloo' or None")
+    if hbm is not None:
+        require_bytes(hbm)
+    if precision is not None and not isinstance(precision, Precision):
+        raise InputError(f"precision={precision!r}: expected a zshard.Precision, or None")
+    on = None if machine is None else Machine.of(machine)
+    if on is not None and network is not None:
+        on = on.with_network(network)
+    setup = Setup(
+        world_size, strategy, precision or Precision(), optimizer, prefetch, checkpointing
+    )
+    context = batch[-1] if isinstance(batch, tuple) and batch and type(batch[-1]) is int else 0
+    nccl = torch.cuda.is_available() and (on is None or not on.sums_on_host)
+    if backend is not None:
+        nccl = backend == "nccl"
+    with _ALONE:
+        built = model_of(model, context)
+        specs = unit_map(built, units, ())
+        return _Planner(built, specs, batch, activations, nccl, on, hbm).plan(setup)
+
+
+class _Planner:
+    """Plans one model in several ways; runs it once for each precision, checkpointed or not."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: list[UnitSpec],
+        batch: BatchLike | None,
+        activations: int | None,
+        nccl: bool,
+        machine: Machine | None,
+        hbm: float | None,
+    ) -> None:
+        self._model, self._specs, self._batch, self._given = model, specs, batch, activations
+        self._nccl, self._machine, self._hbm = nccl, machine, hbm
+        self._rehearsals: dict[tuple[torch.dtype | None, bool, bool], Rehearsal] = {}
+
+    def plan(self, setup: Setup, *, timed: bool = True) -> Plan:
+        rehearsal = self._rehearse(setup)
+        flats = [self._flats(spec, setup) for spec in self._specs]
+        units: list[UnitPlan] = []
+        sent: list[Collective] = []
+        for index, (spec, own) in enumerate(zip(self._specs, flats, strict=True)):
+            label = spec.name or "root"
+            states = STATES[setup.optimizer]
+            units.append(
+                UnitPlan(
+                    label,
+                    sum(owned.param.numel() for owned in spec.params),
+                    sum((flat.holding(states) for flat in own), Holding()),
+                    sum(flat.full_bytes for flat in own if not flat.resident),
+                    reduce_buffers_of(own, nccl=self._nccl),
+                    0 if rehearsal is None else rehearsal.units[index].kept,
+                )
+            )
+            if rehearsal is not None:
+                gathers = rehearsal.gathers(index)
+            else:  # as if every unit were called once, in order; see ``Rehearsal.gathers``
+                gathers = 1 if index in (0, len(self._specs) - 1) else 2
+            sent += collectives_of(label, own, gathers)
+        line = None
+        if timed and rehearsal is not None and self._machine is not None:
+            line = forecast(
+                [unit.name for unit in units],
+                flats,
+                rehearsal,
+                self._machine,
+                prefetch=setup.prefetch,
+                optimizer_states=STATES[setup.optimizer],
+                nccl=self._nccl,
+            )
+        return Plan(
+            setup,
+            sum(unit.parameters for unit in units),
+            tuple(units),
+            buffers_of(flats, setup.prefetch, nccl=self._nccl),
+            self._activations(rehearsal),
+            tuple(sent),
+            self._machine,
+            line,
+            None if rehearsal is None else rehearsal.flops,
+            self._hbm,
+            self.plan,
+        )
+
+    def _flats(self, spec: UnitSpec, setup: Setup) -> list[FlatPlan]:
+        chosen = partial(strategy_of, setup.strategy)
+        return [
+            FlatPlan(
+                Layout.of([owned.param for owned in group], setup.world_size),
+                dtypes,
+                chosen(spec.name, spec.module),
+                any(owned.param.requires_grad for owned in group),
+            )
+            for dtypes, group in flat_groups(spec, setup.precision)
+        ]
+
+    def _activations(self, rehearsal: Rehearsal | None) -> Activations:
+        if rehearsal is not None:
+            return Activations(rehearsal.activations, "measured", rehearsal.at)
+        if self._given is not None:
+            return Activations(self._given, "given")
+        return Activations(0, "not counted")
+
+    def _rehearse(self, setup: Setup) -> Rehearsal | None:
+        if self._batch is None:
+            return None
+        precision = setup.precision
+        key = precision.compute, precision.cast_inputs, setup.checkpointing
+        with _ALONE:
+            if key not in self._rehearsals:
+                self._rehearsals[key] = rehearse(
+                    self._model,
+                    self._specs,
+                    precision,
+                    self._batch,
+                    checkpointing=setup.checkpointing,
+                )
+            return self._rehearsals[key]

@@ -1,0 +1,337 @@
+"""One step on fake tensors: what a model's forward and backward keep and compute, unit by unit.
+
+The plain model runs as it would in a sharded step: whole parameters in the compute dtype, the
+gradients of a unit freed once all of them are there. Nothing has values or memory, so a model of
+any size runs in the time that Python takes to call its ops.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import InputError
+from ..precision import Precision
+from ..structure import cast_floating, tensors_in
+from ..unitmap import UnitSpec, flat_groups
+from .untouched import untouched
+from .work import Work, call_of
+
+# What a step is made with: (sequences, tokens of each) for a language model; a tensor, the model's
+# input; several in a tuple; or by their names in a dict.
+BatchLike = tuple[int, int] | Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
+
+
+@dataclass
+class UnitWork:
+    """What one unit computes in a step, on one rank."""
+
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)  # recomputation included
+    calls: int = 0  # of its forward
+    returns: int = 0  # how many of them backward comes to
+    kept: int = 0  # bytes alive after forward that were not before: for backward, and the output
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a step keeps and computes on one rank.
+
+    Attributes:
+        activations: the most bytes that are alive at once besides parameters, buffers of modules
+            and the batch: what forward keeps for backward, what ops put out, and gradients that
+            are not packed yet.
+        at: when that is, a phase and a unit ("backward blocks.3").
+        order: the units that forward comes to, in its order, the root first.
+    """
+
+    activations: int
+    at: str
+    units: tuple[UnitWork, ...]
+    order: tuple[int, ...]
+    last: int  # the unit that was called last
+
+    def gathers(self, index: int) -> int:
+        """How often a unit is gathered in a step, where whole parameters do not stay.
+
+        The root once, others for each call and for backward of it, but for the unit that backward
+        needs first, which stays in between.
+        """
+        unit = self.units[index]
+        stays = index == self.last and unit.returns > 0
+        return 1 if index == 0 else unit.calls + unit.returns - stays
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of matrix products, forward and backward."""
+        parts = (part for unit in self.units for part in (unit.forward, unit.backward))
+        return sum(call.flops * count for part in parts for call, count in part.items())
+
+
+def rehearse(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    precision: Precision,
+    batch: BatchLike,
+    *,
+    checkpointing: bool,
+) -> Rehearsal:
+    """Run a step of ``model`` on fake tensors; the model is as before afterwards.
+
+    Whether gradients are recorded where it is called does not matter.
+
+    Args:
+        specs: the unit map, the root first.
+        batch: of one rank.
+        checkpointing: recompute every unit but the root in backward, whatever the model does.
+
+    Raises:
+        InputError: for a batch that is none, or a model that does not run without values.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    meter = Meter(specs)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(untouched(model))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at values
+            stack.enter_context(fake)
+            _set_fake_parameters(model, specs, precision)
+            for index, spec in enumerate(specs):
+                stack.enter_context(meter.watch(index, spec))
+            if checkpointing:
+                for spec in specs[1:]:
+                    _recompute(spec.module)
+            args, kwargs, loss_of = _inputs(batch, model)
+            if precision.cast_inputs and precision.compute is not None:
+                args, kwargs = cast_floating((args, kwargs), precision.compute)  # type: ignore[misc]
+            meter.ignore([*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))])
+            with meter:
+                loss = loss_of(model(*args, **kwargs))
+                meter.begin_backward()
+                loss.backward()  # type: ignore[no-untyped-call]
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the model does not run on tensors without values ({type(error).__name__}: {error}); "
+            "pass activations=BYTES instead of a batch"
+        ) from error
+    return meter.result()
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes alive and the work done, by the phase and unit that is under way."""
+
+    def __init__(self, specs: Sequence[UnitSpec]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._specs = specs
+        self._work = [UnitWork() for _ in specs]
+        self._order: list[int] = []
+        self._inside = [0]  # the units whose modules are being called; the root encloses all
+        self._backward = False
+        self._alive: dict[int, weakref.ref[Any]] = {}  # storages, by their address
+        self._ignored: dict[int, torch.UntypedStorage] = {}  # held, as are their addresses
+        self._outputs = WeakIdKeyDictionary()
+        self._bytes = self._peak = 0
+        self._at = ""
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        """Leave out what is no activation."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._ignored = {storage._cdata: storage for storage in storages}
+
+    @property
+    def total(self) -> Work:
+        """The calls of all units, forward and backward."""
+        return sum((part for unit in self._work for part in (unit.forward, unit.backward)), Work())
+
+    def begin_backward(self) -> None:
+        """Attribute what follows to backward."""
+        self._backward, self._inside = True, [0]
+
+    def result(self) -> Rehearsal:
+        """What was counted."""
+        for spec, work in zip(self._specs, self._work, strict=True):
+            if spec.parent is not None:  # what a unit keeps is not what the one around it keeps
+                self._work[spec.parent].kept -= work.kept
+        for work in self._work:  # where an output does not outlive the unit around it
+            work.kept = max(work.kept, 0)
+        order = tuple(dict.fromkeys(self._order))
+        return Rehearsal(self._peak, self._at, tuple(self._work), order, self._order[-1])
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        call = call_of(func, args, kwargs or {}, out)
+        if call is not None:
+            unit = self._work[self._inside[-1]]
+            (unit.backward if self._backward else unit.forward)[call] += 1
+        for item in tree_leaves(out):
+            if isinstance(item, Tensor):
+                self._note(item)
+        if self._bytes > self._peak:
+            phase = "backward" if self._backward else "forward"
+            unit_name = self._specs[self._inside[-1]].name or "root"
+            self._peak, self._at = self._bytes, f"{phase} {unit_name}"
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._alive or key in self._ignored:
+            return
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self._bytes -= nbytes
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self._bytes += nbytes
+
+    # --- which unit is under way -----------------------------------------------------------------
+
+    @contextmanager
+    def watch(self, index: int, spec: UnitSpec) -> Iterator[None]:
+        """Attribute to a unit what its module does, and free its gradients when they are there."""
+        leaves = [place[0]._parameters[place[1]] for o in spec.params for place in o.places[:1]]
+        trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        missing = {id(leaf) for leaf in trained}
+
+        def before(module: nn.Module, args: object) -> None:
+            self._inside.append(index)
+            if not self._backward:
+                self._order.append(index)
+                self._work[index].calls += 1
+                self._work[index].kept -= self._bytes
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            self._inside.pop()
+            if not self._backward:
+                self._work[index].kept += self._bytes
+            returned = False
+
+            def reached(inner: bool, grad: Tensor) -> None:
+                nonlocal returned
+                self._work[index].returns += not returned
+                returned = True
+                if not inner:  # else it is the output of a unit inside, which has computed it
+                    self._inside = [0, index]
+
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(reached, tensor in self._outputs))  # type: ignore[no-untyped-call]
+                    self._outputs[tensor] = True
+
+        def arrived(leaf: Tensor) -> None:
+            missing.discard(id(leaf))
+            if not missing:
+                for each in trained:
+                    each.grad = None
+                self._inside = [0]
+
+        handles = [
+            spec.module.register_forward_pre_hook(before, prepend=True),
+            spec.module.register_forward_hook(after),
+            *(each.register_post_accumulate_grad_hook(arrived) for each in trained),  # type: ignore[no-untyped-call]
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _set_fake_parameters(model: nn.Module, specs: Sequence[UnitSpec], precision: Precision) -> None:
+    """Have the modules hold fake parameters in their compute dtypes, and fake buffers."""
+    for spec in specs:
+        for dtypes, group in flat_groups(spec, precision):
+            for owned in group:
+                param = owned.param
+                leaf = nn.Parameter(_like(param, dtypes.compute), param.requires_grad)
+                for module, attribute in owned.places:
+                    module._parameters[attribute] = leaf
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                fake = made.setdefault(id(buffer), _like(buffer, buffer.dtype))
+                module._buffers[name] = fake
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """On the CPU, where a fake op exists for everything."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+
+
+def _recompute(module: nn.Module) -> None:
+    """Have ``module`` keep nothing but its input for backward."""
+    forward = module.forward
+
+    def recomputed(*args: object, **kwargs: object) -> object:
+        call = partial(forward, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
+
+    module.forward = recomputed
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+_Inputs = tuple[tuple[object, ...], dict[str, object], Callable[[object], Tensor]]
+
+
+def _inputs(batch: BatchLike, model: nn.Module) -> _Inputs:
+    """Positional and named inputs of the model, and what makes the loss of its output."""
+    if isinstance(batch, tuple) and len(batch) == 2 and all(type(n) is int for n in batch):
+        if min(batch) < 1:
+            raise InputError(f"batch={batch!r}: expected (sequences, tokens), each 1 or more")
+        tokens = torch.zeros(batch, dtype=torch.int64, device="cpu")  # type: ignore[arg-type]
+        if hasattr(model, "get_input_embeddings"):  # of transformers
+            return (), {"input_ids": tokens, "labels": tokens}, _loss
+        return (tokens,), {}, partial(_cross_entropy, tokens)
+    if isinstance(batch, Tensor):
+        return (_fake(batch),), {}, _loss
+    if isinstance(batch, tuple) and all(isinstance(item, Tensor) for item in batch):
+        return tuple(_fake(item) for item in batch), {}, _loss
+    if isinstance(batch, Mapping):
+        return (), {name: _fake(value) for name, value in batch.items()}, _loss
+    raise InputError(
+        f"batch={batch!r}: expected (sequences, tokens) for a language model, or the model's "
+        "inputs: a tensor, a tuple of them, or a dict"
+    )
+
+
+def _fake(value: object) -> object:
+    return tree_map(lambda v: _like(v, v.dtype) if isinstance(v, Tensor) else v, value)
+
+
+def _cross_entropy(tokens: Tensor, output: object) -> Tensor:
+    """The loss of a language model that returns logits (B, T, V), reduced in fp32."""
+    logits = next(tensors_in(output))
+    return F.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
+
+
+def _loss(output: object) -> Tensor:
+    """The model's own loss, where it returns one; else the mean of what it returns."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    means = [t.float().mean() for t in tensors_in(output) if t.requires_grad]
+    if not means:
+        raise InputError("the model's output depends on no trained parameter: there is no backward")
+    return torch.stack(means).sum()

@@ -1,0 +1,104 @@
+"""Plans as text: a line for each strategy, when memory is at its peak, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from .fit import STRATEGIES, Alternative, Fit
+from .plan import Plan
+
+_KINDS = ("parameters", "gradients", "master", "optimizer", "states")
+_SHOWN = 6  # alternatives
+
+
+def report(plan: Plan, fit: Fit | None, title: str) -> str:
+    """A plan as ``zshard plan`` prints it; sizes in GB, 1e9 bytes, and times in ms."""
+    sent = sum(each.bytes * each.count for each in plan.collectives)
+    count = sum(each.count for each in plan.collectives)
+    lines = [
+        f"{title}, over {plan.world_size} ranks: {plan.parameters:,} parameters in "
+        f"{len(plan.units)} units",
+        _table(plan, fit),
+        f"A rank sends {sent / 1e9:,.3f} GB a step in {count} collectives ({plan.strategy}).",
+    ]
+    kept = plan.activations
+    if kept.source == "measured":
+        lines.append(
+            f"Activations are measured on fake tensors{_recomputed(plan)}; the peak is in "
+            f"{plan.peak_at}."
+        )
+    elif kept.source == "given":
+        lines.append(f"Activations are as given: {kept.bytes / 1e9:,.3f} GB.")
+    else:
+        lines.append("Activations are not counted, nor times: --batch BxT measures and predicts.")
+    if plan.timeline is not None:
+        lines.append(_times(plan))
+    lines += ["", "What would change it, against the strategy marked *:"]
+    lines += [_alternative(each) for each in plan.alternatives()[:_SHOWN]]
+    if fit is not None:
+        lines += ["", _verdict(fit, plan)]
+    return "\n".join(lines)
+
+
+def _recomputed(plan: Plan) -> str:
+    return ", every unit recomputed" if plan.setup.checkpointing else ""
+
+
+def _times(plan: Plan) -> str:
+    line = plan.timeline
+    assert line is not None and plan.machine is not None and plan.flops is not None
+    hidden = max(line.communication - line.exposed, 0.0)
+    share = hidden / line.communication if line.communication else 1.0
+    return (
+        f"A step is predicted to take {line.seconds * 1e3:,.1f} ms on {plan.machine.name}: "
+        f"{plan.flops / 1e12:,.2f}e12 operations of matrix products a rank; communication "
+        f"{line.communication * 1e3:,.1f} ms, of which {line.exposed * 1e3:,.1f} ms are exposed "
+        f"({share:.0%} hidden)."
+    )
+
+
+def _alternative(each: Alternative) -> str:
+    verb, amount = ("saves", each.saves) if each.saves >= 0 else ("takes", -each.saves)
+    text = f"  {each.change}: {verb} {amount / 1e9:,.3f} GB"
+    if each.faster is not None:
+        speed = "faster" if each.faster >= 0 else "slower"
+        text += f", {abs(each.faster) * 1e3:,.1f} ms {speed}"
+    if each.fits is not None:
+        text += ", fits" if each.fits else ", does not fit"
+    return text
+
+
+def _verdict(fit: Fit, plan: Plan) -> str:
+    best = "none of the strategies fits"
+    if fit.strategy is not None:
+        best = f"{fit.strategy} fits"
+        if fit.checkpointing:
+            best += " with activation checkpointing"
+    return f"Into {fit.hbm / 1e9:,.4g} GB over {plan.world_size} ranks: {best}."
+
+
+def _table(plan: Plan, fit: Fit | None) -> str:
+    """A line for each strategy."""
+    timed = plan.timeline is not None
+    heads = ["GB (1e9) a rank", *_KINDS, "full buffers", "reduce buffers", "activations", "peak"]
+    heads += ["step ms", "exposed ms"] if timed else []
+    heads += ["fits", "fewest devices"] if fit is not None else []
+    lines: list[Sequence[str]] = []
+    for name in STRATEGIES:
+        row = plan.with_strategy(name)
+        sizes = [getattr(row.holding, kind) for kind in _KINDS]
+        sizes += [row.buffers.full, row.buffers.reduce, row.activations.bytes, row.peak]
+        line = [name + (" *" if name == plan.strategy else "")]
+        line += [f"{nbytes / 1e9:,.3f}" for nbytes in sizes]
+        if row.timeline is not None:
+            line += [f"{row.timeline.seconds * 1e3:,.1f}", f"{row.timeline.exposed * 1e3:,.1f}"]
+        if fit is not None:
+            devices = fit.devices[name]
+            fewest = "none will do" if devices is None else str(devices)
+            line += ["yes" if row.peak <= fit.hbm else "no", fewest]
+        lines.append(line)
+    return tabulate(
+        lines, heads, tablefmt="plain", disable_numparse=True, stralign="right", colalign=["left"]
+    )

@@ -1,0 +1,81 @@
+"""The work of a step as calls of ops: what each computes and moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+
+class Call(NamedTuple):
+    """One call of an op.
+
+    Attributes:
+        kind: "product" for matrix products and convolutions, "attention", or "pointwise": all else.
+        flops: of the first two kinds; a multiplication and an addition are two.
+        bytes: that it reads and writes at least: its inputs and outputs.
+        dtype: of what it computes with, as "float32".
+    """
+
+    kind: str
+    flops: int
+    bytes: int
+    dtype: str
+
+
+Work = Counter[Call]  # how often each is made
+
+
+def call_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: object) -> Call | None:
+    """What a call of an op does; None if nothing, as a view."""
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        return None
+    if func.overloadpacket in _NOTHING_MOVES or not _tensors(out):
+        return None
+    tensors = _tensors((args, kwargs, out))
+    moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+    packet, kind, flops = func.overloadpacket, "pointwise", 0
+    if packet in _CPU_ATTENTION:
+        shapes = [t.shape if isinstance(t, Tensor) else t for t in args]
+        kind, flops = "attention", _CPU_ATTENTION[packet](*shapes)
+    elif packet in flop_registry:
+        kind = "attention" if "attention" in str(packet) else "product"
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+    return Call(kind, flops, moved, str(tensors[0].dtype).removeprefix("torch."))
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _attention(query: Any, key: Any, value: Any, *rest: Any) -> int:
+    flops = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    return _causal(flops, rest)
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any) -> int:
+    flops = sdpa_backward_flop_count(grad, query, key, value)  # type: ignore[no-untyped-call]
+    return _causal(flops, rest)
+
+
+def _causal(flops: int, rest: tuple[Any, ...]) -> int:
+    return flops // 2 if True in rest else flops  # what is masked is left out
+
+
+_NOTHING_MOVES = {
+    aten._unsafe_view,
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
+}
+
+# torch's formulas are for the GPUs' ops alone.
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -1,0 +1,93 @@
+"""``zshard train --trace``: a few steps near the beginning, traced on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch import nn
+
+from .errors import InputError
+from .job import Job
+from .session import trace
+from .trace import Trace
+from .trace_file import merge_traces
+
+# The first steps learn the order of collectives, and allocate; those after them are alike.
+_SKIPPED, _STEPS = 2, 5
+
+
+def make_folder(path: str) -> Path:
+    """The folder that traces are written to.
+
+    Raises:
+        InputError: if it cannot be made.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"--trace {path}: the folder cannot be made: {reason}") from error
+    return folder
+
+
+class StepTrace:
+    """A context around the steps of a run: traces the third to the seventh, as far as it goes.
+
+    Args:
+        folder: where the files go; None for no trace at all.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, folder: str | None) -> None:
+        self._job, self._model = job, model
+        self._folder = None if folder is None else make_folder(folder)
+        self._taken = 0
+        self._context = ExitStack()
+        self._trace: Trace | None = None
+
+    def before_step(self) -> None:
+        """Begin the trace, or end it and write it; every rank calls this before every step."""
+        if self._folder is not None:
+            if self._taken == _SKIPPED:
+                self._trace = self._context.enter_context(trace(self._model))
+            elif self._taken == _SKIPPED + _STEPS:
+                self._finish(self._folder)
+        self._taken += 1
+
+    def __enter__(self) -> StepTrace:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._context.close()
+        elif self._folder is not None and self._trace is not None:
+            self._finish(self._folder)
+        elif self._folder is not None and self._taken <= _SKIPPED:
+            self._job.say(f"nothing is traced: a trace begins after {_SKIPPED} steps")
+
+    def _finish(self, folder: Path) -> None:
+        """Write the files, and print what they say; on every rank."""
+        self._context.close()
+        done, self._trace = self._trace, None
+        if done is None:
+            return
+        parts = [folder / f"rank-{rank}.json" for rank in range(self._job.world_size)]
+        self._write(lambda: done.save(parts[self._job.rank]))
+        first = self._job.rank == 0
+        self._write(lambda: merge_traces(folder / "trace.json", parts) if first else None)
+        self._job.say(
+            f"--- {min(self._taken - _SKIPPED, _STEPS)} steps of rank 0, traced; all ranks are in "
+            f"{folder / 'trace.json'}, for ui.perfetto.dev ---\n{done.summary()}"
+        )
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Do that on every rank, and raise on all what has failed on one."""
+        failed = ""
+        try:
+            write()
+        except InputError as error:
+            failed = str(error)
+        if errors := [error for error in self._job.gather(failed) if error]:
+            raise InputError(f"--trace: {errors[0]}")

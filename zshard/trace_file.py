@@ -1,0 +1,197 @@
+"""A trace as a file that ui.perfetto.dev and chrome://tracing open: the Trace Event Format, JSON.
+
+A process is a rank and a thread a stream. Times are microseconds since ``baseTimeNanoseconds``, a
+midnight (UTC), so that the files of one job agree; ranks on one host have the same clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+from .trace import Trace
+from .trace_records import Event, Stall, Transfer
+
+_TRACKS = ("compute", "gather", "reduce", "meet")  # a thread each, in this order
+_DAY_NS = 86_400 * 10**9
+
+Json = dict[str, Any]
+
+
+def save(trace: Trace, path: str | PathLike[str]) -> None:
+    """Write one rank's trace; see ``Trace.save``."""
+    base = trace.unix_ns // _DAY_NS * _DAY_NS
+    content = {
+        "traceEvents": list(_Writer(trace, base).everything()),
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": base,
+        "otherData": {"model": trace.model, "rank": trace.rank, "world": trace.world},
+    }
+    write_whole(path, lambda part: part.write_text(json.dumps(content), encoding="utf-8"))
+
+
+def merge_traces(path: str | PathLike[str], parts: Sequence[str | PathLike[str]]) -> None:
+    """Make one file of those that the ranks have saved: a process a rank, on one clock.
+
+    Args:
+        parts: what ``Trace.save`` has written.
+
+    Raises:
+        InputError: for a part that is no such file, two of one rank, or a path that cannot be
+            written.
+    """
+    contents = [_read(part) for part in parts]
+    if not contents:
+        raise InputError("merge_traces: there are no parts to be merged")
+    base = min(content["baseTimeNanoseconds"] for content in contents)
+    ranks: dict[int, object] = {}
+    merged: list[Json] = []
+    numbers: dict[tuple[int, object], int] = {}  # (part, id of an arrow) -> another id
+    for index, (part, content) in enumerate(zip(parts, contents, strict=True)):
+        rank = content["otherData"]["rank"]
+        if rank in ranks:
+            raise InputError(f"merge_traces: {part} and {ranks[rank]} are both of rank {rank}")
+        ranks[rank] = part
+        later = (content["baseTimeNanoseconds"] - base) / 1e3
+        for event in content["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += later
+            if "id" in event:
+                event["id"] = numbers.setdefault((index, event["id"]), len(numbers))
+            merged.append(event)
+    content = {"traceEvents": merged, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
+    write_whole(path, lambda whole: whole.write_text(json.dumps(content), encoding="utf-8"))
+
+
+def _read(part: str | PathLike[str]) -> Json:
+    try:
+        content = json.loads(Path(part).read_text(encoding="utf-8"))
+        keys = {"traceEvents", "baseTimeNanoseconds", "otherData"}
+        if isinstance(content, dict) and keys <= content.keys() and "rank" in content["otherData"]:
+            return content
+        reason = f"it lacks {', '.join(sorted(keys))} or its rank"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise InputError(f"merge_traces: {part} is not what Trace.save has written: {reason}")
+
+
+def write_whole(path: str | PathLike[str], write: Callable[[Path], object]) -> None:
+    """Have ``write`` make a file beside ``path``, which then takes its place.
+
+    Raises:
+        InputError: for a path that cannot be written; nothing is left of it.
+    """
+    whole = Path(path)
+    part = whole.with_name(f".{whole.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        os.replace(part, whole)
+    except OSError as error:
+        raise InputError(f"{whole} cannot be written: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+class _Writer:
+    """Turns a trace into events of the format."""
+
+    def __init__(self, trace: Trace, base: int) -> None:
+        self._trace, self._offset = trace, (trace.unix_ns - base) / 1e3  # microseconds
+        self._ids: dict[int, int] = {}  # of arrows, by transfer
+        self._numbers = itertools.count(1)
+
+    def everything(self) -> Iterator[Json]:
+        """Every event."""
+        trace = self._trace
+        yield from self._names()
+        for event in (*trace.events, *trace.spans):
+            own = event.stream == "compute" or event.phase == "sum"
+            yield self._event(event) if own else self._issued(event)
+        for transfer in trace.transfers:
+            if transfer.returned > transfer.issued and transfer.lane != "meet":
+                name = f"issue {transfer}"
+                yield self._slice(name, "issue", "compute", transfer.issued, transfer.returned)
+            yield self._transfer(transfer)
+        for stall in trace.stalls:
+            yield self._stall(stall)
+            yield from self._arrow(stall)
+
+    def _names(self) -> Iterator[Json]:
+        trace = self._trace
+        process = f"rank {trace.rank} of {trace.world}: {trace.model}"
+        yield self._meta("process_name", 0, name=process)
+        yield self._meta("process_sort_index", 0, sort_index=trace.rank)
+        lanes = {"compute", *(e.stream for e in trace.events), *(t.lane for t in trace.transfers)}
+        for tid, track in enumerate(_TRACKS):
+            if track in lanes:
+                yield self._meta("thread_name", tid, name=track)
+                yield self._meta("thread_sort_index", tid, sort_index=tid)
+
+    def _meta(self, kind: str, tid: int, **args: object) -> Json:
+        return {"ph": "M", "name": kind, "pid": self._trace.rank, "tid": tid, "args": args}
+
+    def _slice(
+        self, name: str, category: str, track: str, began: float, ended: float, **args: object
+    ) -> Json:
+        first, last = self._time(began), self._time(ended)
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "pid": self._trace.rank,
+            "tid": _TRACKS.index(track),
+            "ts": first,
+            "dur": round(last - first, 3),
+            "args": args,
+        }
+
+    def _time(self, seconds: float) -> float:
+        return round(self._offset + seconds * 1e6, 3)
+
+    def _event(self, event: Event) -> Json:
+        began, ended = event.began, event.ended
+        return self._slice(str(event), event.phase, event.stream, began, ended, unit=event.unit)
+
+    def _issued(self, event: Event) -> Json:
+        """A mark on compute; what it started is on its lane."""
+        at = event.issued
+        args = {"unit": event.unit, "bytes": event.bytes}
+        return self._slice(str(event), event.phase, "compute", at, at, **args)
+
+    def _transfer(self, transfer: Transfer) -> Json:
+        seconds = transfer.ended - transfer.began
+        args = {
+            "op": transfer.op,
+            "unit": transfer.unit,
+            "bytes": transfer.bytes,
+            "GB/s": round(transfer.bytes / seconds / 1e9, 3) if seconds > 0 else 0.0,
+            "complete": transfer.complete,
+            "exact": transfer.exact,
+        }
+        name, lane = str(transfer), transfer.lane
+        return self._slice(name, transfer.phase, lane, transfer.began, transfer.ended, **args)
+
+    def _stall(self, stall: Stall) -> Json:
+        args = {"op": stall.op, "waited for": str(stall), "unit": stall.unit}
+        return self._slice(f"stall {stall}", "stall", "compute", stall.began, stall.ended, **args)
+
+    def _arrow(self, stall: Stall) -> Iterator[Json]:
+        """From the transfer to the stall that it ended."""
+        transfer = stall.transfer
+        if transfer is None:
+            return
+        # Viewers look for the slices around both ends, and for arrows that go forwards.
+        first = self._time(transfer.began)
+        last = min(max(self._time(stall.began), first), self._time(stall.ended))
+        number = next(self._numbers)
+        common = {"name": "waited for", "cat": "stall", "id": number, "pid": self._trace.rank}
+        yield {**common, "ph": "s", "tid": _TRACKS.index(transfer.lane), "ts": min(first, last)}
+        yield {**common, "ph": "f", "bp": "e", "tid": _TRACKS.index("compute"), "ts": last}

@@ -1,0 +1,74 @@
+"""A trace as a picture: a row a stream, a colour a phase."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from .errors import MissingPackage
+from .trace import Trace
+from .trace_file import write_whole
+from .trace_path import OUTSIDE, pieces
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {
+    "forward": "#4c72b0",
+    "backward": "#8172b3",
+    "step": "#55a868",
+    "pack": "#ccb974",
+    "sum": "#dd8452",
+    "issue": "#937860",
+    "reshard": "#8c8c8c",
+    "wait": "#c44e52",
+    OUTSIDE: "#e3e3e3",
+    "gather": "#64b5cd",
+    "reduce": "#da8bc3",
+}
+_OTHER = "#5f5f5f"  # meetings and whatever else
+_ROWS = ("compute", "gather", "reduce", "meet")
+
+
+def plot(trace: Trace, path: str | PathLike[str]) -> None:
+    """Draw the timeline; see ``Trace.plot``."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise MissingPackage(
+            "Trace.plot needs matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    bars = _bars(trace)
+    rows = [row for row in _ROWS if any(bar[0] == row for bar in bars)]
+    figure = Figure(figsize=(14, 1.6 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    used = dict.fromkeys(phase for _, phase, _, _ in bars)
+    for row, name in enumerate(rows):
+        _draw(axes, row, [bar for bar in bars if bar[0] == name])
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(trace.seconds * 1e3, 1e-6))
+    axes.set_xlabel("ms")
+    axes.set_title(f"rank {trace.rank} of {trace.world}: {trace.model}", fontsize=9)
+    patches = [Patch(color=_COLORS.get(p, _OTHER), label=_meaning(p)) for p in used]
+    figure.legend(handles=patches, ncols=12, fontsize=7, loc="outside lower center")
+    write_whole(path, lambda part: figure.savefig(part, format="png", dpi=120))
+
+
+def _bars(trace: Trace) -> list[tuple[str, str, float, float]]:
+    """Row, phase, begin and end; compute in its innermost phases, so that nothing is hidden."""
+    bars = [("compute", p.phase, p.began, p.ended) for p in pieces(trace)]
+    bars += [("reduce", e.phase, e.began, e.ended) for e in trace.spans if e.stream == "reduce"]
+    bars += [(t.lane, t.phase, t.began, min(t.ended, trace.seconds)) for t in trace.transfers]
+    return bars
+
+
+def _draw(axes: Axes, row: int, bars: list[tuple[str, str, float, float]]) -> None:
+    spans = [(began * 1e3, (ended - began) * 1e3) for _, _, began, ended in bars]
+    colors = [_COLORS.get(phase, _OTHER) for _, phase, _, _ in bars]
+    axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colors, linewidth=0)
+
+
+def _meaning(phase: str) -> str:
+    return "wait (stalled)" if phase == "wait" else phase

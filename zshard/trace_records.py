@@ -1,0 +1,179 @@
+"""What a trace holds: phases of units, transfers, and stalls; see [Note: what a trace holds]."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from .clock import Stamp
+
+_POLL_SECONDS = 2e-4
+_EXIT_SECONDS = 5.0
+
+
+class Label(Protocol):
+    """What tells a collective from others: ``comm.Tag``."""
+
+    @property
+    def phase(self) -> str:
+        """The phase that it belongs to."""
+
+    @property
+    def unit(self) -> str:
+        """The unit, or what the ranks meet about."""
+
+
+class Name(NamedTuple):
+    """What an event is, without its time."""
+
+    phase: str  # gather, join, wait, forward, backward, reshard, pack, reduce, step; issue, sum
+    unit: str
+
+
+class Event(Name):
+    """A phase of a unit. It equals, and unpacks to, (phase, unit).
+
+    Times are in seconds since the trace began; NaN while it is being recorded.
+
+    Attributes:
+        stream: "compute", "gather" or "reduce".
+        bytes: what this rank sent for it.
+        issued: when the compute stream (on CPU, the host) came to it.
+        began, ended: when its stream did it; of a gather or reduce, while its transfers were under
+            way. What takes no time of its stream, as a reshard, begins and ends as it is issued.
+    """
+
+    stream = "compute"
+    bytes = 0
+    issued = began = ended = math.nan
+    first: Stamp
+    last: Stamp | None = None
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.unit}"
+
+
+class Transfer:
+    """One collective, as this rank sees it. Times are as those of events.
+
+    Attributes:
+        op: all_gather, reduce_scatter, all_reduce, broadcast, agree or all_gather_object.
+        phase, unit: of its tag; what belongs to no unit is named for what it is about.
+        bytes: what this rank sends.
+        lane: "gather" or "reduce"; "meet" where compute waits while it runs, from its beginning.
+        event: the gather, join or reduce that it belongs to, if any.
+        issued: when it was given to the backend; returned: when compute could go on.
+        began: when it was issued, and those before it on its lane had ended.
+        ended: its completion.
+        complete: False where it had not ended with the trace, or has failed; then ``ended`` is the
+            end of the trace.
+        exact: False where the backend does not tell of the completion, as for messages; then
+            ``ended`` is when a wait has found it.
+        by_waiter: the rank itself reads what others lend, when it waits: then it began and ended.
+    """
+
+    def __init__(self, op: str, label: Label, nbytes: int, lane: str, first: Stamp) -> None:
+        self.op, self.phase, self.unit = op, label.phase, label.unit
+        self.bytes, self.lane = nbytes, lane
+        self.event: Event | None = None
+        self.issued = self.returned = self.began = self.ended = math.nan
+        self.complete, self.exact, self.by_waiter = False, True, False
+        self.first = self.back = first
+        self.start: Stamp | None = None  # of the lane's own stream, where it has one
+        self.ends: list[Stamp] = []  # of its parts that have ended
+        self.parts = 1
+
+    def watch(self, works: Sequence[object]) -> None:
+        """Note when ``works``, which are one collective, are complete."""
+        self.parts, append, clock = len(works), self.ends.append, time.perf_counter
+        for work in works:
+            try:
+                future = work.get_future()  # type: ignore[attr-defined]
+            except RuntimeError:  # messages have none
+                self.exact = False
+                return
+            # On a thread of the backend, which must not be kept: it stores a number, no more.
+            future.add_done_callback(lambda _: append(clock()))
+
+    def waited(self, first: Stamp, last: Stamp) -> None:
+        """Note that a wait from ``first`` to ``last`` has found it complete."""
+        if self.by_waiter:
+            self.start = first
+        if self.by_waiter or not self.exact:
+            self.parts, self.ends = 1, [last]
+
+    @property
+    def done(self) -> bool:
+        """Whether it is known to be complete."""
+        return len(self.ends) >= self.parts
+
+    @property
+    def to_be_told(self) -> bool:
+        """Whether the backend has still to tell of its completion."""
+        return self.exact and not self.by_waiter and not self.done
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.unit}"
+
+    def __repr__(self) -> str:
+        return f"Transfer({self.op} in {self}, {self.bytes} bytes)"
+
+
+class Unfinished:
+    """Transfers whose completion the backend has still to tell of, after their trace.
+
+    Its threads need the interpreter for that: one that finds it shutting down aborts the process.
+    """
+
+    def __init__(self) -> None:
+        self._transfers: list[Transfer] = []
+        self._registered = False
+
+    def add(self, transfers: Iterable[Transfer]) -> None:
+        """Have the process not end before ``transfers`` have, if that takes seconds."""
+        if not self._registered:
+            self._registered = True
+            atexit.register(self._wait_at_exit)
+        self._transfers = [t for t in (*self._transfers, *transfers) if t.to_be_told]
+
+    def _wait_at_exit(self) -> None:
+        wait_for(self._transfers, _EXIT_SECONDS)
+
+
+def wait_for(transfers: Sequence[Transfer], seconds: float) -> None:
+    """Wait until the backend has told of the completion of all, but no longer than ``seconds``."""
+    deadline = time.perf_counter() + seconds
+    while any(t.to_be_told for t in transfers) and time.perf_counter() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+class Stall:
+    """The compute stream standing still for the other ranks. Times are as those of events.
+
+    Attributes:
+        op, phase, unit: of what it waited for.
+        transfer: the same; None where that was issued before the trace began, or is no transfer.
+        inside: the phase of the unit that was held up, if any.
+    """
+
+    def __init__(
+        self, op: str, label: Label, transfer: Transfer | None, inside: Event | None, first: Stamp
+    ) -> None:
+        self.op, self.phase, self.unit = op, label.phase, label.unit
+        self.transfer, self.inside = transfer, inside
+        self.began = self.ended = math.nan
+        self.first = self.last = first
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.ended - self.began
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.unit}"
+
+    def __repr__(self) -> str:
+        return f"Stall({self.op} in {self}, {self.seconds * 1e3:.3f} ms)"

@@ -1,0 +1,73 @@
+"""``zshard train --plan``: the plan of a run before its first step, and what it came to after."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from .errors import PlanError
+from .gpt import GPT
+from .metrics import StepMetrics
+from .options import TrainOptions
+from .planning import Plan, plan
+from .planning.report import report
+from .usage import memory
+
+_LEARNING = 2  # steps that agree on an order, and allocate; those after them are alike
+_KINDS = ("parameters", "gradients", "master", "optimizer", "full_buffers", "reduce_buffers")
+
+
+def plan_of(options: TrainOptions, world_size: int, device: str) -> Plan:
+    """The plan of a run; with times where the options name a machine.
+
+    Raises:
+        InputError: for a machine that is none.
+    """
+    with torch.device("meta"):
+        model = GPT(options.model_config())
+    return plan(
+        model,
+        world_size,
+        strategy=options.strategy,
+        precision=options.policy(),
+        batch=(options.batch, options.seq),
+        machine=options.machine,
+        backend="nccl" if device == "cuda" else "gloo",
+    )
+
+
+def announce(planned: Plan, options: TrainOptions) -> str:
+    """The plan as text."""
+    text = report(planned, None, title=f"--- planned: {options.precision}, AdamW")
+    if options.accumulate > 1:
+        text += (
+            f"\n--accumulate {options.accumulate}: whole gradients are kept besides (no_sync), and "
+            f"a step's time is that of one of its {options.accumulate} parts."
+        )
+    return text
+
+
+def compare(planned: Plan, model: nn.Module, steps: Sequence[StepMetrics]) -> str:
+    """What rank 0 takes, beside the plan, and how long its steps took."""
+    held = cast(dict[str, int], memory(model)["now"])
+    expected = cast(dict[str, int], planned.to_dict()["per_rank"])
+    lines = [f"{'--- planned and measured, MB':32}{'planned':>12}{'measured':>12}"]
+    for kind in _KINDS:
+        lines.append(f"{kind:32}{expected[kind] / 1e6:12,.3f}{held[kind] / 1e6:12,.3f}")
+    try:
+        planned.check(model)
+        lines.append("The plan held within 2 %. (Activations are autograd's, and not measured.)")
+    except PlanError as error:
+        lines.append(f"The plan did not hold: {error}")
+    taken = [step.seconds for step in steps[_LEARNING:]]
+    if taken:
+        measured = f"A step took {statistics.median(taken) * 1e3:,.1f} ms (median)"
+        if planned.step_seconds is not None and planned.machine is not None:
+            predicted = f"{planned.step_seconds * 1e3:,.1f} ms on {planned.machine.name}"
+            measured += f"; predicted were {predicted}"
+        lines.append(measured + ".")
+    return "\n".join(lines)
