@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,13 @@ from rank_group import run_ranks
 from torch import nn
 from tqdm import tqdm
 
-from zshard.comm import Comm, Tag
+from zshard.comm import Comm, Handle, Tag
 from zshard.planning.machine import Link, Machine
 from zshard.planning.rehearsal import Meter
 from zshard.planning.work import Work
 from zshard.unitmap import UnitSpec
 
+_Found = TypeVar("_Found")
 _TAG = Tag(0, "gather", "calibration")
 _WIDTH, _HEADS = 512, 8
 _LAYERS = 8  # whose weights products go through in turn: more than a cache holds
@@ -61,7 +63,7 @@ class Bench:
 
     def __init__(self, device: torch.device, tokens: int, rounds: int) -> None:
         self.device, self.tokens, self.rounds = device, tokens, rounds
-        self.comm = Comm(None, device)
+        self.comm = Comm(None, device, "group")
 
     def seconds(self, work: Callable[[], object]) -> float:
         """The median over rounds of the slowest rank's time: in a step the others wait for it."""
@@ -168,6 +170,24 @@ class Bench:
         hops = max(self.comm.size - 1, 1).bit_length()
         return Link(bandwidth, max(small - sent[0] / bandwidth, 0.0) / hops)
 
+    def shared(self) -> Link | None:
+        """What reads the memory of ranks that share a host; None for GPUs."""
+        if self.device.type != "cpu":
+            return None
+        comm = Comm(None, self.device, "peer")
+
+        def make(row: int) -> Callable[[], object]:
+            full = torch.zeros(row * comm.size, dtype=torch.uint8)
+            lent = comm.shards.empty(row, torch.uint8)
+
+            def work() -> Handle:
+                comm.reclaim(lent, _TAG)  # as before an optimizer writes
+                return comm.all_gather(full, lent, _TAG)
+
+            return work
+
+        return self.link(make)
+
     def interference(self) -> float:
         """Of a collective's time, the part by which products that run under it take longer."""
         starts = [self.gather(_ROWS[1]), self.exchange(_ROWS[1])]
@@ -207,9 +227,11 @@ def rank_main(
     torch.manual_seed(dist.get_rank())
     bench = Bench(device, tokens, rounds)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    bar = tqdm(total=9, unit="rate", disable=None if dist.get_rank() == 0 else True)
+    several = bench.comm.size > 1
+    hidden = None if dist.get_rank() == 0 else True
+    bar = tqdm(total=11 if several else 7, unit="rate", disable=hidden)
 
-    def rate(function: Callable[..., float], *arguments: object) -> float:
+    def rate(function: Callable[..., _Found], *arguments: object) -> _Found:
         found = function(*arguments)
         bar.update()
         return found
@@ -217,15 +239,15 @@ def rank_main(
     flops = {name: rate(bench.product_rate, dtype) for name, dtype in dtypes.items()}
     for name, dtype in dtypes.items():
         flops[f"attention {name}"] = rate(bench.attention_rate, dtype)
-    several = bench.comm.size > 1
     machine = Machine(
         name=str(facts["processor"]),
         flops=flops,
         memory=rate(bench.memory_rate),
         pointwise=rate(bench.pointwise_rate),
         call=rate(bench.call_seconds),
-        gather=bench.link(bench.gather) if several else None,
-        reduce=bench.link(bench.exchange) if several else None,
+        gather=rate(bench.link, bench.gather) if several else None,
+        reduce=rate(bench.link, bench.exchange) if several else None,
+        shared=rate(bench.shared) if several else None,
         interference=rate(bench.interference) if several and device.type == "cpu" else 0.0,
         sums_on_host=device.type == "cpu",
         facts={**facts, "tokens": tokens},
@@ -244,12 +266,11 @@ def show(machine: Machine) -> str:
     text.append(f"{'large passes':24} {machine.memory / 1e9:10,.1f} GB/s")
     text.append(f"{'other ops':24} {machine.pointwise / 1e9:10,.1f} GB/s")
     text.append(f"{'a call':24} {machine.call * 1e6:10,.1f} us")
-    for name in ("gather", "reduce"):
+    for name in ("gather", "reduce", "shared"):
         link = getattr(machine, name)
         if link is not None:
-            text.append(
-                f"{name:24} {link.bandwidth / 1e9:10,.2f} GB/s sent, {link.latency * 1e6:,.0f} us"
-            )
+            rate, latency = link.bandwidth / 1e9, link.latency * 1e6
+            text.append(f"{name:24} {rate:10,.2f} GB/s from others, {latency:,.0f} us")
     text.append(f"{'interference':24} {machine.interference:10.0%} of hidden communication")
     return "\n".join(text)
 

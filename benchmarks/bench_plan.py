@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Literal
 
 import bench_machine
 import torch
@@ -40,6 +41,7 @@ class Case:
     """
 
     ranks: int
+    comm: str
     setting: str
     strategy: str
     predicted: float
@@ -58,12 +60,14 @@ class Case:
         return {**asdict(self), "measured": measured, "ratio": self.ratio._asdict()}
 
 
-def run(setting: Setting, effort: Effort) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    setting: Setting, effort: Effort, comm: Literal["group", "peer"]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps of every strategy: the slowest rank's seconds, and the ranks' mean of waiting.
 
     Both are (rounds, strategies).
     """
-    contestants = {name: make_zshard(setting, Variant(name)) for name in STRATEGIES}
+    contestants = {name: make_zshard(setting, Variant(name, comm=comm)) for name in STRATEGIES}
     batches = setting.batches(dist.get_rank())
     rounds: list[list[tuple[float, float]]] = []
     order, shuffler = list(STRATEGIES), random.Random(0)
@@ -85,14 +89,14 @@ def run(setting: Setting, effort: Effort) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure(
-    setting: Setting, effort: Effort, facts: dict[str, object]
+    setting: Setting, effort: Effort, comm: Literal["group", "peer"], facts: dict[str, object]
 ) -> tuple[list[Case], list[dict[str, object]]]:
     """Profile the machine, run the steps, profile it again; predict as the mean of both profiles.
 
     A machine that others use is not the same a minute later, and the steps lie in between.
     """
     profiles = [bench_machine.rank_main(setting.device, setting.tokens, facts)]
-    slowest, waited = run(setting, effort)
+    slowest, waited = run(setting, effort, comm)
     profiles.append(bench_machine.rank_main(setting.device, setting.tokens, facts))
     cases = []
     for index, name in enumerate(STRATEGIES):
@@ -104,6 +108,7 @@ def measure(
                 precision=zshard.Precision(setting.compute, setting.reduce),
                 batch=(1, setting.tokens),
                 machine=zshard.Machine.from_dict(profile),
+                comm=comm,
                 backend="gloo",
             )
             for profile in profiles
@@ -111,6 +116,7 @@ def measure(
         cases.append(
             Case(
                 dist.get_world_size(),
+                comm,
                 f"{setting.model} {setting.tokens} tokens {setting.precision}",
                 name,
                 statistics.fmean(each.step_seconds or 0.0 for each in planned),
@@ -123,13 +129,17 @@ def measure(
 
 
 def rank_main(
-    settings: list[Setting], effort: Effort, facts: dict[str, object]
+    settings: list[Setting],
+    effort: Effort,
+    comms: list[Literal["group", "peer"]],
+    facts: dict[str, object],
 ) -> dict[str, object]:
     """Body of a rank: every setting in turn."""
     hidden = None if dist.get_rank() == 0 else True
+    ways = [(setting, comm) for setting in settings for comm in comms]
     found = [
-        measure(setting, effort, facts)
-        for setting in tqdm(settings, unit="setting", disable=hidden)
+        measure(setting, effort, comm, facts)
+        for setting, comm in tqdm(ways, unit="setting", disable=hidden)
     ]
     return {
         "machines": [profile for _, profiles in found for profile in profiles],
@@ -143,6 +153,7 @@ def table(cases: Sequence[Case]) -> str:
         (
             case.setting,
             case.ranks,
+            case.comm,
             case.strategy,
             case.predicted * 1e3,
             statistics.median(case.seconds) * 1e3,
@@ -153,7 +164,7 @@ def table(cases: Sequence[Case]) -> str:
         )
         for case in cases
     ]
-    heads = ["setting", "ranks", "strategy", "predicted ms", "measured", "ratio", "95 %"]
+    heads = ["setting", "ranks", "comm", "strategy", "predicted ms", "measured", "ratio", "95 %"]
     return tabulate(rows, [*heads, "waiting predicted", "measured"], floatfmt=".2f")
 
 
@@ -165,6 +176,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         "--precision", choices=["fp32", "bf16", "bf16/bf16"], default=["fp32", "bf16"], nargs="+"
     )
     parser.add_argument("--ranks", type=int, default=[1, 2, 4], nargs="+")
+    parser.add_argument(
+        "--comm", choices=["group", "peer"], default=["group", "peer"], nargs="+", help="both"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     arguments = parser.parse_args(argv)
@@ -183,9 +197,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     cases: list[Case] = []
     machines: list[object] = []
     for ranks in arguments.ranks:
+        comms = arguments.comm if ranks > 1 else ["group"]  # nothing is sent
         report = run_ranks(
             rank_main,
-            (settings, effort, {**facts, "ranks": ranks}),
+            (settings, effort, comms, {**facts, "ranks": ranks}),
             ranks=ranks,
             backend="gloo",
             device=device,

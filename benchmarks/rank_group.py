@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import network
@@ -80,7 +81,8 @@ def _rank(
     with suppress(RuntimeError):  # the report is written; a peer may be gone already
         dist.destroy_process_group()
     # gloo's threads may still drop the tensors of the last collective, for which they need the
-    # interpreter: a thread that finds it shutting down aborts the process. So it stays up.
+    # interpreter: a thread that finds it shutting down aborts the process. So it stays up, and this
+    # ends the process after all else that multiprocessing has to clean up.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    Finalize(None, os._exit, args=(0,), exitpriority=-1)

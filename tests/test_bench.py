@@ -175,15 +175,17 @@ def test_the_ranks_of_a_benchmark_end_before_their_interpreters_do(
     (tmp_path / "sitecustomize.py").write_text(site)
     program = tmp_path / "program.py"
     program.write_text(
-        "import torch, rank_group\n"
+        "import torch, rank_group, tqdm\n"
         "cpu = torch.device('cpu')\n"
+        "def main():\n"
+        "    return dict(tqdm.tqdm([], disable=True))\n"  # holds a semaphore
         "if __name__ == '__main__':\n"
-        "    print(rank_group.run_ranks(dict, (), ranks=2, backend='gloo', device=cpu))\n"
+        "    print(rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu))\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT / 'benchmarks'}")
     line = [sys.executable, str(program)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.stdout == "{}\n", done.stderr
+    assert done.stdout == "{}\n" and "leaked" not in done.stderr, done.stderr
     ended = [path.suffix for path in tmp_path.glob("sitecustomize.py.*")]
     assert len(ended) == 2, "this program's, and that of multiprocessing's resource tracker"
 

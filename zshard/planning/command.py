@@ -7,11 +7,13 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from .. import bench
 from ..errors import InputError
+from ..peer import Transport
 from ..precision import Precision
 from .fit import STRATEGIES
 from .footprint import STATES
@@ -79,6 +81,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="between all ranks, in place of the machine's: 400Gbit (a second) or 50GB",
     )
     parser.add_argument(
+        "--comm",
+        choices=get_args(Transport),
+        default="auto",
+        help="as zshard.wrap takes it; auto: shared memory where --calibrate has measured it",
+    )
+    parser.add_argument(
         "--backend",
         choices=("nccl", "gloo"),
         help="whose buffers reductions take (default: nccl where this process sees a GPU and the "
@@ -139,6 +147,7 @@ def run_plan(
     hbm: int | None,
     machine: str,
     network: Link | None,
+    comm: Transport,
     backend: str | None,
     as_json: bool,
     plot: str | None,
@@ -173,6 +182,7 @@ def run_plan(
         hbm=hbm,
         machine=machine,
         network=network,
+        comm=comm,
         backend=backend,
     )
     fit = None if hbm is None else made.fit()

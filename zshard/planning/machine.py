@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
+from ..peer import Transport
 from .work import Call, Work
+
+_LINKS = ("gather", "reduce", "network", "shared")
 
 
 class _Range(NamedTuple):
@@ -69,6 +72,8 @@ class Machine:
         gather: the link of all-gathers between the ranks of a host; reduce: of reductions; None
             where one rank was measured.
         network: the link of both between hosts; None: all ranks are on one host.
+        shared: what reads the memory of the ranks of a host (comm="peer"), in the rank's own time;
+            its latency is that of a meeting. None: it was not measured.
         host: ranks that a host has.
         interference: of a second that a collective takes while the rank computes, the part by which
             computing takes longer. 0 where the processors that compute have nothing to do with it.
@@ -85,6 +90,7 @@ class Machine:
     gather: Link | None
     reduce: Link | None
     network: Link | None = None
+    shared: Link | None = None
     host: int = 8
     interference: float = 0.0
     sums_on_host: bool = False
@@ -94,7 +100,7 @@ class Machine:
     def __post_init__(self) -> None:
         _require(self, _RATE, "memory", "pointwise")
         _require(self, _AMOUNT, "call", "interference", "hbm")
-        for name in ("gather", "reduce", "network"):
+        for name in _LINKS:
             link = getattr(self, name)
             if link is not None and not isinstance(link, Link):
                 raise InputError(f"{name}={link!r}: expected a zshard.Link, or None")
@@ -136,14 +142,29 @@ class Machine:
             )
         return self.gather, self.reduce
 
+    def in_memory(self, comm: Transport, world_size: int) -> bool:
+        """Whether ``comm`` has that many ranks read each other's memory here.
+
+        Raises:
+            InputError: for "peer" where they are not known to be able to.
+        """
+        possible = self.shared is not None and (self.network is None or world_size <= self.host)
+        if comm == "peer" and world_size > 1 and not possible:
+            raise InputError(
+                f"comm='peer': {self.name} was not measured with {world_size} ranks that read each "
+                "other's memory: measure it with zshard plan --calibrate, or pass comm='group' or "
+                "machine=None"
+            )
+        return comm != "group" and world_size > 1 and possible
+
     def with_network(self, network: Link | float) -> Machine:
-        """The same with ``network`` between all ranks; a number is bytes a second."""
+        """The same with ``network`` between all ranks, whatever else there is; bytes a second."""
         if not isinstance(network, Link) and not _RATE.holds(network):
             raise InputError(
                 f"network={network!r}: expected a zshard.Link, or bytes a second, 50e9 for instance"
             )
         link = network if isinstance(network, Link) else Link(network)
-        return replace(self, gather=link, reduce=link, network=link)
+        return replace(self, gather=link, reduce=link, network=link, shared=None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, for ``Machine.of`` to read."""
@@ -152,7 +173,7 @@ class Machine:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Machine:
         """A machine from its fields, as ``save`` writes them."""
-        links = {name: found[name] for name in ("gather", "reduce", "network")}
+        links = {name: found[name] for name in _LINKS}
         made = {name: None if link is None else Link(**link) for name, link in links.items()}
         return cls(**{**found, **made})
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from torch import nn
 
 from ..errors import InputError
+from ..peer import Transport
 from ..precision import Precision
 from ..strategy import Choice, zero_name
 from .check import check
@@ -34,6 +35,7 @@ class Setup:
     optimizer: str
     prefetch: int
     checkpointing: bool
+    comm: Transport = "auto"
 
     def __post_init__(self) -> None:
         if type(self.world_size) is not int or not 1 <= self.world_size <= MOST_RANKS:
@@ -46,6 +48,8 @@ class Setup:
             )
         if not isinstance(self.optimizer, str) or self.optimizer not in STATES:
             raise InputError(f"optimizer={self.optimizer!r}: expected one of {', '.join(STATES)}")
+        if self.comm not in get_args(Transport):
+            raise InputError(f"comm={self.comm!r}: expected 'auto', 'group' or 'peer'")
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,13 @@ class Plan:
         return zero_name(chosen) if isinstance(chosen, str) else "mixed"
 
     @property
+    def comm(self) -> str | None:
+        """What carries the collectives, "group" or "peer", on its machine; None without one."""
+        if self.machine is None:
+            return None
+        return "peer" if self.machine.in_memory(self.setup.comm, self.world_size) else "group"
+
+    @property
     def holding(self) -> Holding:
         """What all units take together."""
         return sum((unit.holding for unit in self.units), Holding())
@@ -191,6 +202,7 @@ class Plan:
         return {
             "world_size": self.world_size,
             "strategy": self.strategy,
+            "comm": self.comm,
             "model_parameters": self.parameters,
             "per_rank": {
                 **_as_dict(self.holding),

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import InputError
 from ..layout import Layout
+from ..peer import Transport
 from ..precision import Precision
 from ..strategy import Choice, strategy_of
 from ..unitmap import Units, UnitSpec, flat_groups, unit_map
@@ -48,6 +49,7 @@ def plan(
     hbm: float | None = None,
     machine: Machine | str | os.PathLike[str] | None = "h100",
     network: Link | float | None = None,
+    comm: Transport = "auto",
     backend: str | None = None,
 ) -> Plan:
     """Say what ``zshard.wrap`` with these arguments takes on each rank, and sends in a step.
@@ -73,6 +75,8 @@ def plan(
         machine: "a100", "h100" or "h200", from their datasheets; a ``Machine``; or the file that
             ``zshard plan --calibrate`` has measured; None: predict no times.
         network: between all ranks, in place of the machine's; a number is bytes a second.
+        comm: as for ``wrap``; "auto": over shared memory where the machine was measured with it. A
+            step's time depends on it; the bytes do not.
         backend: "nccl" or "gloo", whose reductions take different buffers; None: gloo for a machine
             without GPUs, or else NCCL where torch sees a GPU.
 
@@ -96,7 +100,7 @@ def plan(
     if on is not None and network is not None:
         on = on.with_network(network)
     setup = Setup(
-        world_size, strategy, precision or Precision(), optimizer, prefetch, checkpointing
+        world_size, strategy, precision or Precision(), optimizer, prefetch, checkpointing, comm
     )
     context = batch[-1] if isinstance(batch, tuple) and batch and type(batch[-1]) is int else 0
     nccl = torch.cuda.is_available() and (on is None or not on.sums_on_host)
@@ -126,6 +130,9 @@ class _Planner:
         self._rehearsals: dict[tuple[torch.dtype | None, bool, bool], Rehearsal] = {}
 
     def plan(self, setup: Setup, *, timed: bool = True) -> Plan:
+        in_memory = False
+        if timed and self._machine is not None:
+            in_memory = self._machine.in_memory(setup.comm, setup.world_size)
         rehearsal = self._rehearse(setup)
         flats = [self._flats(spec, setup) for spec in self._specs]
         units: list[UnitPlan] = []
@@ -158,6 +165,7 @@ class _Planner:
                 prefetch=setup.prefetch,
                 optimizer_states=STATES[setup.optimizer],
                 nccl=self._nccl,
+                in_memory=in_memory,
             )
         return Plan(
             setup,

@@ -11,6 +11,7 @@ from .plan import Plan
 
 _KINDS = ("parameters", "gradients", "master", "optimizer", "states")
 _SHOWN = 6  # alternatives
+_CARRIERS = {"group": "", "peer": " over shared memory"}
 
 
 def report(plan: Plan, fit: Fit | None, title: str) -> str:
@@ -49,13 +50,14 @@ def _recomputed(plan: Plan) -> str:
 def _times(plan: Plan) -> str:
     line = plan.timeline
     assert line is not None and plan.machine is not None and plan.flops is not None
+    assert plan.comm is not None
     hidden = max(line.communication - line.exposed, 0.0)
     share = hidden / line.communication if line.communication else 1.0
     return (
         f"A step is predicted to take {line.seconds * 1e3:,.1f} ms on {plan.machine.name}: "
-        f"{plan.flops / 1e12:,.2f}e12 operations of matrix products a rank; communication "
-        f"{line.communication * 1e3:,.1f} ms, of which {line.exposed * 1e3:,.1f} ms are exposed "
-        f"({share:.0%} hidden)."
+        f"{plan.flops / 1e12:,.2f}e12 operations of matrix products a rank; communication"
+        f"{_CARRIERS[plan.comm]} {line.communication * 1e3:,.1f} ms, of which "
+        f"{line.exposed * 1e3:,.1f} ms are exposed ({share:.0%} hidden)."
     )
 
 

@@ -1,6 +1,7 @@
 """The time of a step by arithmetic: the schedule's order of events, with a duration for each.
 
 It follows [Note: one step] in schedule.py on three lines of time: compute, all-gathers, reductions.
+Where ranks read each other's memory there is one line: a rank reads when it needs what it reads.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def timeline(
     meeting: float,
     interference: float,
     sums_on_host: bool,
+    in_memory: bool,
 ) -> Timeline:
     """What a step takes.
 
@@ -73,12 +75,15 @@ def timeline(
         meeting: seconds in which all ranks tell each other something, three times a step.
         interference: see ``Machine``.
         sums_on_host: likewise.
+        in_memory: whether a rank itself reads what it gathers, when it waits for it.
     """
-    lines = _Lines(sums_on_host)
+    lines = _Lines(sums_on_host or in_memory, in_memory)
     root, *inner = (units[index] for index in order)
     for unit in (root, *inner):
         if unit.resident:
             lines.gather(unit)  # what the last step has updated
+            if in_memory:
+                lines.await_gather(unit)  # so that others may write
     lines.meet(meeting)
     lines.run("forward", [root, *inner], prefetch, kept=())
     lines.meet(meeting)
@@ -105,12 +110,13 @@ class _Lines:
         now: what compute has come to; gathers, reductions: up to when their streams are busy.
     """
 
-    def __init__(self, sums_on_host: bool) -> None:
+    def __init__(self, sums_on_host: bool, in_memory: bool) -> None:
         self.now = self.gathers = self.reductions = 0.0
         self.exposed = self.communication = 0.0
         self.spans: list[Span] = []
-        self._sums_on_host = sums_on_host
+        self._sums_on_host, self._in_memory = sums_on_host, in_memory
         self._there: dict[str, float] = {}  # unit -> when its last gather is complete
+        self._unread: set[str] = set()  # units whose gather is the reader's own work
         self._in_flight: Durations | None = None
 
     def compute(self, phase: str, unit: str, seconds: float) -> None:
@@ -125,17 +131,28 @@ class _Lines:
                 self.exposed += until - self.now
             self.compute("wait", f"{phase} {unit.label}", until - self.now)
 
-    def meet(self, seconds: float) -> None:
-        """Have it wait for a message from every rank."""
+    def meet(self, seconds: float, what: str = "meet") -> None:
+        """Have it wait for a message from every rank, or read what they lend."""
         self.communication += seconds
         self.exposed += seconds
         if seconds > 0:
-            self.compute("wait", "meet", seconds)
+            self.compute("wait", what, seconds)
 
     def gather(self, unit: Durations, issued: float | None = None) -> None:
         """Start gathering whole parameters, now or when they were ``issued``."""
+        if self._in_memory:
+            self._unread.add(unit.label)
+            return
         began = max(self.now if issued is None else issued, self.gathers)
         self.gathers = self._there[unit.label] = self._send("gather", unit, began, unit.gather)
+
+    def await_gather(self, unit: Durations) -> None:
+        """Have the compute stream wait for the whole parameters of ``unit``."""
+        if not self._in_memory:
+            self.wait("gather", unit, self._there[unit.label])
+        elif unit.label in self._unread:
+            self._unread.remove(unit.label)
+            self.meet(unit.gather, f"gather {unit.label}")
 
     def run(
         self, phase: str, units: Sequence[Durations], prefetch: int, kept: Collection[Durations]
@@ -149,7 +166,7 @@ class _Lines:
                     self.gather(due.popleft())
                 else:
                     ahead -= 1
-            self.wait("gather", unit, self._there[unit.label])
+            self.await_gather(unit)
             began = self.now
             self.compute(phase, unit.label, getattr(unit, phase))
             while due and ahead < prefetch:
@@ -164,10 +181,11 @@ class _Lines:
             return
         self.land()
         self.compute("pack", unit.label, unit.pack)
-        began = max(self.now, self.reductions)
-        self.reductions = self._send("reduce", unit, began, unit.reduce)
-        if not self._sums_on_host:
-            self.reductions += unit.sum
+        if not self._in_memory:
+            began = max(self.now, self.reductions)
+            self.reductions = self._send("reduce", unit, began, unit.reduce)
+            if not self._sums_on_host:
+                self.reductions += unit.sum
         self._in_flight = unit
 
     def land(self) -> None:
@@ -175,10 +193,15 @@ class _Lines:
         unit, self._in_flight = self._in_flight, None
         if unit is None:
             return
-        self.wait("reduce", unit, self.reductions)
+        if self._in_memory:
+            self.meet(unit.reduce, f"reduce {unit.label}")
+        else:
+            self.wait("reduce", unit, self.reductions)
         if self._sums_on_host:
             self.compute("sum", unit.label, unit.sum)
-        if unit.share:
+        if unit.share and self._in_memory:
+            self.meet(unit.share, f"reduce {unit.label}")
+        elif unit.share:
             began = max(self.now, self.reductions)
             self.reductions = self._send("reduce", unit, began, unit.share)
 
