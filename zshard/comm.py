@@ -274,7 +274,7 @@ class Comm:
             if transfer is not None and trace is not None:
                 if work is None:  # it runs on the lane, or is done
                     transfer.ends.append(trace.stamp())
-                elif over.in_memory:
+                elif over.read_by_waiter:
                     transfer.by_waiter = True
                 else:
                     transfer.watch(work.works if isinstance(work, Together) else [work])
@@ -342,7 +342,7 @@ class Comm:
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
         self.stats.calls[op] += 1
         self.stats.sent_bytes[op] += sent
-        if not over.in_memory:
+        if over.sends(op):
             self.stats.wire_bytes[op] += sent
         over.note(op, *tag)
         if self.interpose is not None:

@@ -17,7 +17,7 @@ from . import ops
 from .comm import Comm, Handle, Tag
 from .errors import CommError
 from .flat import Flat
-from .groups import Ranks
+from .groups import Ranks, Rows
 from .pool import Pool, Scratch
 from .streams import Mark, compute_waits
 
@@ -27,7 +27,7 @@ class Stage(NamedTuple):
 
     over: Ranks
     sent: torch.Tensor  # (size * n,) reduce dtype
-    chunks: torch.Tensor  # (C, n) reduce dtype
+    chunks: Rows  # (C, n) reduce dtype
 
 
 class Route(NamedTuple):
@@ -40,7 +40,7 @@ class Route(NamedTuple):
 
     packed: torch.Tensor  # (N * S,) reduce dtype
     stages: tuple[Stage, ...]  # none where there is a single rank
-    last: torch.Tensor  # (C, n) reduce dtype: what the last sum reads
+    last: Rows  # (C, n) reduce dtype: what the last sum reads
 
     @classmethod
     def of(cls, flat: Flat, comm: Comm, pool: Pool, turn: int) -> Route:
@@ -134,8 +134,9 @@ class Flight:
     def _start(self, stage: int) -> None:
         if stage < len(self._route.stages):
             over, sent, chunks = self._route.stages[stage]
-            bytes_in, bytes_out = sent.view(torch.uint8), chunks.view(torch.uint8)
-            dtype = self._flat.dtypes.reduce
+            bytes_in, dtype = sent.view(torch.uint8), self._flat.dtypes.reduce
+            # Rows that lie apart are read where they lie, and nothing is delivered.
+            bytes_out = bytes_in if isinstance(chunks, list) else chunks.view(torch.uint8)
             self._handle = self._comm.exchange(bytes_out, bytes_in, dtype, self._tag, over)
             self._unread = self._route.stages[stage]
 
@@ -152,7 +153,7 @@ class Flight:
             self._handle.wait()
             if index + 1 < len(stages):
                 with self._comm.summing(self._tag):
-                    ops.reduce_(stages[index + 1].sent, stage.chunks)
+                    _sum(stages[index + 1].sent, stage.chunks)
                 self._release()
                 self._start(index + 1)
         grads, replicas = self._flat.grads, self._comm.replicas
@@ -160,7 +161,7 @@ class Flight:
         shard = grads.shard()
         piece = self._flat.layout.piece(replicas.rank).of(shard)
         with self._comm.summing(self._tag):
-            ops.reduce_(piece, self._route.last, self._scale, accumulate, self._stats)
+            _sum(piece, self._route.last, self._scale, accumulate, self._stats)
         self._release()
         self._mark = self._comm.reduce_lane.mark()
         if shard.numel() == 0:
@@ -176,3 +177,16 @@ class Flight:
         lane = self._comm.reduce_lane
         handle = self._comm.all_gather(full, own, self._tag, over=over, lane=lane)
         self._gathers.append(handle)
+
+
+def _sum(
+    acc: torch.Tensor,
+    rows: Rows,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    stats: torch.Tensor | None = None,
+) -> None:
+    if isinstance(rows, list):
+        ops.reduce_peers_(acc, rows, scale, accumulate, stats)
+    else:
+        ops.reduce_(acc, rows, scale, accumulate, stats)

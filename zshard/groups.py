@@ -27,6 +27,9 @@ _LARGE_BYTES = 1 << 18
 # hosts: messages, which keep both directions of a wire busy; the all-to-all moved half as much.
 
 
+Rows = torch.Tensor | list[torch.Tensor]  # (N, S), or N x (S,) where they lie apart
+
+
 def chunk_rows(size: int, dtype: torch.dtype, *, nccl: bool) -> int:
     """Rows of a reduction that arrive at each of ``size`` ranks: one of sums, or every rank's.
 
@@ -47,9 +50,10 @@ class Ranks:
         nccl: whether NCCL carries the collectives of ``device``, or would, if they are simulated.
         control: a group whose collectives run on the host.
         in_memory: whether ranks read each other's memory (peer.py), and nothing is sent.
+        read_by_waiter: whether it is the host that does, when it waits.
     """
 
-    in_memory = False
+    in_memory = read_by_waiter = False
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -89,6 +93,10 @@ class Ranks:
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def sends(self, op: str) -> bool:
+        """Whether the process group carries ``op``, as ``CommStats`` names it."""
+        return True
+
     def note(self, op: str, step: int, phase: str, unit: str) -> None:
         """Have the others see what this rank is at, should it be missed."""
 
@@ -101,8 +109,8 @@ class Ranks:
     def give_back(self, lent: torch.Tensor) -> None:
         """Need ``lent``, which ``empty`` made, no longer."""
 
-    def rows_for_me(self, packed: torch.Tensor) -> torch.Tensor | None:
-        """(N, S) where an exchange of ``packed`` (N * S,) delivers; None: into given memory."""
+    def rows_for_me(self, packed: torch.Tensor) -> Rows | None:
+        """N x (S,) where an exchange of ``packed`` (N * S,) delivers; None: into given memory."""
         return None
 
     def start_gather(

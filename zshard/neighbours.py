@@ -46,7 +46,7 @@ class Neighbours:
         for life in lives:
             self._ended.register(life.fd, select.POLLIN)
         weakref.finalize(self, close_all, [life.fd for life in lives])
-        self._seconds = _timeout(group, ranks.device).total_seconds()
+        self._seconds = timeout_of(group, ranks.device).total_seconds()
         self._arena = Arena(ranks)
         self._mailbox = self._arena.window(_MAILBOX_BYTES)
         self._sums: dict[int, Window] = {}  # by bytes
@@ -146,7 +146,7 @@ class Neighbours:
         return work
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The group's; torch's default where the backend keeps none."""
     options = getattr(group._get_backend(device), "options", None)
     found: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)

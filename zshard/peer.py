@@ -35,7 +35,7 @@ _LOG = logging.getLogger("zshard")
 class PeerRanks(Ranks):
     """Ranks of one host that read each other's memory; one for each model."""
 
-    in_memory = True
+    in_memory = read_by_waiter = True
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours
@@ -53,6 +53,10 @@ class PeerRanks(Ranks):
         window = self._arena.window(numel * dtype.itemsize)
         window.whole = whole
         return window.own.view(dtype)
+
+    def sends(self, op: str) -> bool:
+        """Nothing."""
+        return False
 
     def note(self, op: str, step: int, phase: str, unit: str) -> None:
         """Have the others see what this rank is at, should it be missed."""

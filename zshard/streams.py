@@ -44,6 +44,11 @@ class Lane:
         return None if self.stream is None else self.stream.record_event()
 
 
+def mark_here(device: torch.device) -> Mark:
+    """The point that the current stream has been given work up to."""
+    return None if device.type != "cuda" else torch.cuda.current_stream(device).record_event()
+
+
 def compute_waits(mark: Mark) -> None:
     """Let the compute stream wait for ``mark``; the host goes on."""
     if mark is not None:

@@ -185,7 +185,7 @@ class Unit:
                 self._gathers.append(
                     self._comm.all_gather(flat.recv, flat.sent, tag, lasting=lasting)
                 )
-        if self.strategy.resident and self._comm.shards.in_memory:
+        if self.strategy.resident and self._comm.shards.read_by_waiter:
             # Nothing goes on by itself, and one that writes its shard would wait for this rank to
             # read: for ever, where this one waits for that one meanwhile.
             self._finish_gathers()

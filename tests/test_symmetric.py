@@ -1,0 +1,210 @@
+"""comm="peer" on GPUs: its order of barriers and reads, with memory that ranks share on the CPU.
+
+`torch.distributed._symmetric_memory` takes a GPU; here an extent lies in zshard's own shared memory
+and a barrier blocks the host. All else is the code that GPUs run.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_peer import kPrecisions, kSteady, kStrategies, on_both, trained
+from torch.distributed.device_mesh import init_device_mesh
+from training import Record, assert_same_bits
+
+import zshard
+from zshard import peer
+from zshard.groups import Ranks
+from zshard.shared import Arena
+from zshard.symmetric import Extent, SymmetricRanks
+
+kDeadline = 30.0  # seconds of a barrier
+
+
+class Double:
+    """An allocator of shared memory of the host, whose barriers block.
+
+    Args:
+        at_barrier: called before each and after it.
+    """
+
+    def __init__(self, at_barrier: Callable[[], None] = lambda: None) -> None:
+        self._at_barrier, self.made = at_barrier, list[int]()
+
+    def allocate(self, nbytes: int, ranks: Ranks) -> torch.Tensor:
+        self.made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def join(self, own: torch.Tensor, ranks: Ranks) -> Extent:
+        arena = Arena(ranks)
+        rows = arena.window(own.numel()).rows
+        channels = [arena.window(64) for _ in range(2)]
+
+        def barrier(channel: int) -> None:
+            self._at_barrier()
+            presence = channels[channel].presence
+            assert presence.await_departures(kDeadline) < 0
+            presence.arrive()
+            assert presence.await_arrivals(kDeadline) < 0, "a rank does not come to this barrier"
+            presence.depart()
+            self._at_barrier()
+
+        return Extent([torch.frombuffer(row.numpy(), dtype=torch.uint8) for row in rows], barrier)
+
+
+def take(double: Double) -> None:
+    """Have this process's models go over what GPUs go over."""
+    peer.PeerRanks = lambda group, device, there: SymmetricRanks(group, device, double)
+
+
+def over_symmetric(rank: int, world_size: int, strategy: str, precision: str) -> list[object]:
+    take(Double())
+    return on_both(rank, world_size, strategy, precision)
+
+
+kCases = [
+    *((strategy, precision, 2) for strategy in kStrategies for precision in ("fp32", "bf16/bf16")),
+    *(("zero3", precision, 3) for precision in kPrecisions),
+    *((strategy, "split", 3) for strategy in ("zero2", "ddp")),
+]
+
+
+@pytest.mark.parametrize(("strategy", "precision", "world_size"), kCases)
+def test_bits_are_those_of_the_group_and_no_shard_is_sent(
+    strategy: str, precision: str, world_size: int
+) -> None:
+    for group, shared in run_ranks(over_symmetric, world_size, strategy, precision):
+        assert_same_bits(shared[0], group[0])
+        assert shared[1] == group[1], "the volume that other ranks needed"
+        in_memory = {op: 0 for op in ("all_gather", "reduce_scatter")}
+        assert {op: shared[2][op] for op in kSteady} == {
+            op: group[2][op] for op in kSteady
+        } | in_memory
+
+
+def in_replicas(rank: int, world_size: int) -> list[object]:
+    take(Double())
+    mesh = init_device_mesh("cpu", (2, 2))
+    return [trained(rank, comm, "zero3", "bf16", mesh) for comm in ("group", "peer")]
+
+
+def test_replicas_go_through_the_group() -> None:
+    for group, shared in run_ranks(in_replicas, 4):
+        assert_same_bits(shared[0], group[0])
+        assert shared[2]["reduce_scatter"] < group[2]["reduce_scatter"]
+
+
+def sleepy(rank: int, world_size: int, strategy: str, seed: int) -> Record:
+    dice = random.Random(1000 * seed + rank)
+    take(Double(lambda: time.sleep(dice.choice((0, 0, 0, 0.003)))))
+    return trained(rank, "peer", strategy, "fp32", accumulate=1)[0]
+
+
+def one_micro_batch(rank: int, world_size: int, strategy: str) -> Record:
+    return trained(rank, "group", strategy, "fp32", accumulate=1)[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_ranks_that_are_late_at_other_barriers(strategy: str, seed: int) -> None:
+    expected = run_ranks(one_micro_batch, 3, strategy)
+    for actual, wanted in zip(run_ranks(sleepy, 3, strategy, seed), expected, strict=True):
+        assert_same_bits(actual, wanted)
+
+
+def rewritten(rank: int, world_size: int) -> list[bool]:
+    """Lend, read, and write again at once, each rank late at other moments."""
+    dice = random.Random(rank)
+    double = Double(lambda: time.sleep(dice.choice((0, 0.003))))
+    ranks = SymmetricRanks(dist.group.WORLD, torch.device("cpu"), double)
+    shard, packed = ranks.empty(64, torch.float32), ranks.empty(64 * world_size, torch.float32)
+    full, everyone = torch.empty(64 * world_size), torch.arange(world_size)
+    right = []
+    for round_ in range(20):
+        shard.fill_(10 * round_ + rank)
+        ranks.start_gather(full.view(torch.uint8), shard.view(torch.uint8), lasting=False)
+        ranks.reclaim(shard)
+        expected = (10 * round_ + everyone).repeat_interleave(64)
+        shard.fill_(-1.0)
+        packed.copy_(expected + 100 * rank)
+        ranks.start_exchange(packed, packed, torch.float32)
+        total = torch.stack(ranks.rows_for_me(packed)).sum(0)
+        ranks.release(packed)
+        packed.fill_(-1.0)
+        wanted = sum(10 * round_ + rank + 100 * each for each in range(world_size))
+        right += [torch.equal(full, expected.float()), bool((total == wanted).all())]
+    return right
+
+
+def test_what_was_lent_may_be_written_once_it_was_read() -> None:
+    assert run_ranks(rewritten, 3) == [[True] * 40] * 3
+
+
+def made(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """What `empty` makes of many sizes: the extents' bytes; and sizes that another rank reads."""
+    double = Double()
+    ranks = SymmetricRanks(dist.group.WORLD, torch.device("cpu"), double)
+    wrong = []
+    megabyte = 1 << 20
+    lent = [
+        ranks.empty(numel, torch.uint8)
+        for numel in (64, 100, 2 * megabyte, megabyte, 5 * megabyte, megabyte - 64, 128, 64)
+    ]
+    for index, each in enumerate(lent):
+        each.fill_(16 * rank + index)
+    for index, each in enumerate(lent):
+        n = each.numel() // 64 * 64
+        full = torch.empty(world_size * n, dtype=torch.uint8)
+        ranks.start_gather(full, each[:n], lasting=False)
+        expected = torch.arange(world_size).mul(16).add(index).repeat_interleave(n)
+        if not torch.equal(full, expected.to(torch.uint8)):
+            wrong.append(index)
+    return double.made, wrong
+
+
+def test_what_is_lent_shares_extents_and_overlaps_nothing() -> None:
+    two, five = 2 << 20, 5 << 20
+    for extents, wrong in run_ranks(made, 2):
+        assert extents == [two, two, five, two]
+        assert wrong == []
+
+
+class Stingy(Double):
+    """It gives one rank no large extent."""
+
+    def __init__(self, rank: int, where: str) -> None:
+        super().__init__()
+        self._rank, self._where = rank, where
+
+    def refuse(self, where: str, nbytes: int, ranks: Ranks) -> None:
+        if (ranks.rank, where) == (self._rank, self._where) and nbytes > 4 << 20:
+            raise RuntimeError(f"no {where}")
+
+    def allocate(self, nbytes: int, ranks: Ranks) -> torch.Tensor:
+        self.refuse("allocate", nbytes, ranks)
+        return super().allocate(nbytes, ranks)
+
+    def join(self, own: torch.Tensor, ranks: Ranks) -> Extent:
+        extent = super().join(own, ranks)
+        self.refuse("join", own.numel(), ranks)
+        return extent
+
+
+def without_memory(rank: int, world_size: int, where: str) -> str:
+    take(Stingy(1, where))
+    with pytest.raises(zshard.WrapError) as raised:
+        zshard.wrap(torch.nn.Linear(2048, 2048), comm="peer")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["allocate", "join"])
+def test_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(where: str) -> None:
+    for said in run_ranks(without_memory, 2, where):
+        assert said.startswith("rank 1 of 2: no symmetric memory of ")
+        assert f"comm='peer': no {where}" in said and "comm='group'" in said
