@@ -10,26 +10,19 @@ different ones in different orders. Sums are made by the reader, in rank order.
 
 from __future__ import annotations
 
-import logging
-import os
 import weakref
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from . import ops
-from .discovery import close_all, find_each_other
-from .errors import Error, InputError, MismatchError, WrapError
 from .groups import Ranks
 from .messages import Work
-from .neighbours import Neighbours, known
+from .neighbours import Neighbours
 from .shared import Arena, Window
 
-Transport = Literal["auto", "group", "peer"]
-
 _COPIED = torch.float32  # any dtype of the ops: a shard's bytes are copied, 64 or a multiple
-_LOG = logging.getLogger("zshard")
 
 
 class PeerRanks(Ranks):
@@ -161,66 +154,3 @@ class _Arrivals(NamedTuple):
     def wait(self) -> bool:
         self.over.wait(self.window.presence.await_arrivals)
         return True
-
-
-def carried_by(transport: Transport, ranks: Ranks, device: torch.device) -> Ranks:
-    """``ranks`` over ``transport``; for "auto", over shared memory where all of them can.
-
-    Raises:
-        InputError: for a value of ZSHARD_COMM that is no transport.
-        MismatchError: on every rank, if they ask for different ones.
-        WrapError: on every rank, for "peer" where a rank cannot reach another's memory.
-    """
-    if ranks.size == 1:
-        return ranks
-    if transport == "auto":
-        given = os.environ.get("ZSHARD_COMM", transport)
-        if given not in get_args(Transport):
-            raise InputError(f"ZSHARD_COMM={given!r}: expected 'auto', 'group' or 'peer'")
-        transport = cast("Transport", given)
-    group = ranks.group
-    assert group is not None
-    there = known.get(id(group))
-    told = ranks.all_gather_object((transport, there.token if there else ""))
-    asked, tokens = zip(*cast("list[tuple[str, str]]", told), strict=True)
-    if len(set(asked)) > 1:
-        raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
-    if transport == "group":
-        return ranks
-    if there is not None and len(set(tokens)) == 1:
-        return PeerRanks(group, device, there)
-    lives, problem = find_each_other(ranks, device)
-    problems = [str(each) for each in ranks.all_gather_object(problem)]
-    if not any(problems):
-        if ranks.rank == 0:
-            _LOG.info("comm='peer': the %d ranks read each other's memory", ranks.size)
-        there = known[id(group)] = Neighbours(ranks, group, lives)
-        return PeerRanks(group, device, there)
-    close_all([life.fd for life in lives])
-    rank = next(rank for rank, each in enumerate(problems) if each)
-    if transport == "peer":
-        raise WrapError(
-            f"comm='peer': {ranks.name(rank)} of {ranks.size}: {problems[rank]}. Ranks have to be "
-            "processes of one user on one Linux host, and parameters on the CPU; comm='group' "
-            "goes through the process group."
-        )
-    if ranks.rank == 0:
-        _LOG.info("comm='group', because of %s: %s", ranks.name(rank), problems[rank])
-    return ranks
-
-
-def on_every_replica(
-    transport: Transport, shards: Ranks, replicas: Ranks, device: torch.device
-) -> Ranks:
-    """``carried_by`` of ``shards``; what one replica's ranks refuse, the ranks of all do."""
-    carried, refused = shards, None
-    try:
-        carried = carried_by(transport, shards, device)
-    except Error as error:
-        refused = error
-    if replicas.size > 1:
-        everyone = cast("list[Error | None]", replicas.all_gather_object(refused))
-        refused = refused or next((each for each in everyone if each is not None), None)
-    if refused is not None:
-        raise refused
-    return carried

@@ -24,11 +24,11 @@ from .materialize import (
     on_meta,
     swap_contents,
 )
-from .peer import Transport
 from .pool import Pool
 from .precision import Precision
 from .schedule import Schedule
 from .strategy import Choice, Strategy, strategy_of
+from .transport import Transport
 from .unit import Place, Unit
 from .unitmap import Units, UnitSpec, check_parameters, flat_groups, unit_map
 
@@ -99,15 +99,23 @@ def wrap(
             ``init_fn``.
         MismatchError: on every rank, if the ranks' models differ.
     """
-    _check_arguments(model, comm, prefetch, init, device, init_fn)
     precision = precision or Precision()
-    if device is not None:
-        move(model, device)
-    specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
-    strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
-    where = check_parameters(specs) or default_device(device, mesh)
-    _check_split(specs, precision)
-    transport = Comm(mesh, where, comm)
+    specs: list[UnitSpec] = []
+    strategies: list[Strategy] = []
+    where, failure = None, None
+    try:
+        _check_arguments(model, comm, prefetch, init, device, init_fn)
+        if device is not None:
+            move(model, device)
+        specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
+        strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
+        where = check_parameters(specs)
+        _check_split(specs, precision)
+    except Exception as error:
+        failure = error  # for the other ranks to know, who are about to meet this one
+    if where is None:
+        where = _device_of(model) or default_device(None if failure else device, mesh)
+    transport = Comm(mesh, where, comm, failure)
     meta = on_meta(model)
     if transport.world > 1 and init != "trust":
         in_units = {name for spec in specs for owned in spec.params for name in owned.names}
@@ -178,6 +186,12 @@ def _check_arguments(
         raise InputError("device='meta': expected a device to train on; see init_fn for meta")
     if init_fn is not None and not callable(init_fn):
         raise InputError(f"init_fn={init_fn!r}: expected a function of a module")
+
+
+def _device_of(model: object) -> torch.device | None:
+    """Where the parameters are, of a model that may make no sense otherwise."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((param.device for param in params if not param.is_meta), None)
 
 
 def _ignored_parameters(
