@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import math
 import os
-import resource
-import signal
 import weakref
 
 import models
@@ -197,35 +194,3 @@ def let_go(rank: int, world_size: int) -> list[bool]:
 
 def test_what_is_lent_goes_at_once_and_no_cycle_keeps_the_group() -> None:
     assert run_ranks(let_go, 2) == [[True] * 4] * 2
-
-
-def with_little_memory(rank: int, world_size: int, where: str) -> tuple[str, int]:
-    """Files, those in memory too, may grow to 4 MiB; or the last rank's node has no pages left."""
-    if where == "file" and rank == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
-    if where == "pages" and rank == 1:
-
-        def reserve(opened: int, begin: int, nbytes: int) -> None:
-            if nbytes > 4 << 20:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.posix_fallocate = reserve
-    with pytest.raises(zshard.WrapError) as raised:
-        zshard.wrap(torch.nn.Linear(2048, 2048), comm="peer")
-    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    names = [os.readlink(each) for each in descriptors if os.path.islink(each)]
-    return str(raised.value), sum("memfd:zshard" in name for name in names)
-
-
-@pytest.mark.parametrize(("where", "rank", "error"), [("file", 0, "EFBIG"), ("pages", 1, "ENOSPC")])
-def test_too_little_memory_is_an_error_on_every_rank_that_says_how_much_is_needed(
-    where: str, rank: int, error: str
-) -> None:
-    shard = 4 * (2048 * 2048 + 2048) // 2
-    for said, left_open in run_ranks(with_little_memory, 2, where):
-        assert f"rank {rank} of 2: no shared memory" in said
-        assert os.strerror(getattr(errno, error)) in said
-        needed = int(said.split("needs ")[1].split()[0])
-        assert shard <= needed < shard + 16384, "in whole pages"
-        assert left_open == 0

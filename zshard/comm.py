@@ -139,6 +139,8 @@ class Comm:
         asked, failure = asked_for(transport, failure)
         told = self.all_gather_object((asked, Refusal.of(failure)), Tag(0, "wrap", "arguments"))
         agree_on_transport(told, failure)
+        self.may_fall_back = asked == "auto"  # where there is too little memory to share
+        self._in_group = self.shards
         with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):
             for over in self.axes:
                 over.find_hosts()
@@ -171,6 +173,15 @@ class Comm:
         """
         with self.named_errors("all_gather_object", Tag(0, "wrap", "memory")):
             return self.shards.empty(numel, dtype, whole=whole)
+
+    def give_back(self, lent: torch.Tensor) -> None:
+        """Need ``lent``, which ``empty`` made, no longer."""
+        self.shards.give_back(lent)
+
+    def leave_memory(self) -> None:
+        """Go on through the process group, and hold no memory of other ranks any more."""
+        self.shards.leave()
+        self.shards = self._in_group
 
     def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""

@@ -101,6 +101,9 @@ class Ranks:
     def give_back(self, lent: torch.Tensor) -> None:
         """Need ``lent``, which ``empty`` made, no longer."""
 
+    def leave(self) -> None:
+        """Let go of all memory that ``empty`` made."""
+
     def rows_for_me(self, packed: torch.Tensor) -> torch.Tensor | None:
         """(N, S) where an exchange of ``packed`` (N * S,) delivers; None: into given memory."""
         return None

@@ -127,7 +127,9 @@ class Neighbours:
     def start_sum(self, value: torch.Tensor, *, maximum: bool) -> _Sum | None:
         """Start summing ``value`` in rank order (or taking its maximum), in place."""
         nbytes = value.nbytes
-        if nbytes > _SMALL_SUM or not value.is_contiguous():
+        # No memory is asked for after wrap: what has no room goes through the mailbox.
+        room = nbytes in self._sums or (nbytes <= _SMALL_SUM and self._arena.has_room(nbytes))
+        if not room or not value.is_contiguous():
             flat = value.reshape(-1)
             for begin, rows in self.swap(flat.view(torch.uint8)):
                 first, parts = begin // value.itemsize, rows.view(value.dtype)

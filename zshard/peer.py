@@ -64,6 +64,11 @@ class PeerRanks(Ranks):
         """Need ``lent`` no longer; others still may, and have it mapped themselves."""
         self._arena.give_back(lent)
 
+    def leave(self) -> None:
+        """Lend nothing any more; nobody reads."""
+        self._shards.clear()
+        self._arena.close()
+
     def rows_for_me(self, packed: torch.Tensor) -> torch.Tensor | None:
         """(N, S): what every rank has packed for this one, in this rank's ``packed`` (N * S,)."""
         window, begin = self._find(packed)

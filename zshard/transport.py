@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -15,6 +15,7 @@ from .groups import Ranks
 from .neighbours import Neighbours, known
 from .peer import PeerRanks
 from .refusal import Refusal, raise_together
+from .shared import NoSharedMemory
 
 Transport = Literal["auto", "group", "peer"]
 
@@ -54,6 +55,13 @@ def agree_on_transport(told: Sequence[object], failure: Exception | None) -> Non
         raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
 
 
+class _Hindrance(NamedTuple):
+    """Why ranks do not read each other's memory."""
+
+    text: str  # names the rank
+    lack: bool  # of memory; otherwise they are out of reach
+
+
 def over_memory(
     transport: Transport, shards: Ranks, replicas: Ranks, device: torch.device
 ) -> Ranks:
@@ -64,37 +72,50 @@ def over_memory(
     """
     if shards.size == 1 or transport == "group":
         return shards
-    carried, problem = _reached(shards, device)
+    carried, hindrance = _reached(shards, device)
     if replicas.size > 1:
-        everyone = [str(each) for each in replicas.all_gather_object(problem)]
-        problem = problem or next(filter(None, everyone), "")
-    if carried is not None and not problem:
-        if shards.rank == replicas.rank == 0:
+        everyone = cast("list[_Hindrance | None]", replicas.all_gather_object(hindrance))
+        hindrance = hindrance or next(filter(None, everyone), None)
+    first = shards.rank == replicas.rank == 0
+    if carried is not None and hindrance is None:
+        if first:
             _LOG.info("comm='peer': the %d ranks read each other's memory", shards.size)
         return carried
-    if transport == "peer":
-        raise WrapError(
-            f"comm='peer': {problem}. Ranks have to be processes of one user on one Linux host, "
-            "and parameters on the CPU; comm='group' goes through the process group."
-        )
-    if shards.rank == replicas.rank == 0:
-        _LOG.info("comm='group', because of %s", problem)
-    return shards
+    assert hindrance is not None
+    if transport == "auto":
+        if first:
+            say_fallback(hindrance.text, logging.WARNING if hindrance.lack else logging.INFO)
+        return shards
+    if hindrance.lack:
+        raise NoSharedMemory(hindrance.text)
+    raise WrapError(
+        f"comm='peer': {hindrance.text}. Ranks have to be processes of one user on one Linux "
+        "host, and parameters on the CPU; comm='group' goes through the process group."
+    )
 
 
-def _reached(ranks: Ranks, device: torch.device) -> tuple[PeerRanks | None, str]:
-    """``ranks`` over shared memory, or which of them cannot, and why; alike on all of them."""
+def say_fallback(why: str, level: int) -> None:
+    """Have the log say that "auto" has become the process group; for one rank to call."""
+    _LOG.log(level, "comm='group', because of %s", why)
+
+
+def _reached(ranks: Ranks, device: torch.device) -> tuple[PeerRanks | None, _Hindrance | None]:
+    """``ranks`` over shared memory, or what hinders them; alike on all of them."""
     group = ranks.group
     assert group is not None
     there = known.get(id(group))
     tokens = ranks.all_gather_object(there.token if there else "")
     if there is not None and len(set(tokens)) == 1:
-        return PeerRanks(group, device, there), ""
+        return PeerRanks(group, device, there), None
     lives, problem = find_each_other(ranks, device)
     problems = [str(each) for each in ranks.all_gather_object(problem)]
     if any(problems):
         close_all([life.fd for life in lives])
         rank = next(rank for rank, each in enumerate(problems) if each)
-        return None, f"{ranks.name(rank)} of {ranks.size}: {problems[rank]}"
-    there = known[id(group)] = Neighbours(ranks, group, lives)
-    return PeerRanks(group, device, there), ""
+        text = f"{ranks.name(rank)} of {ranks.size}: {problems[rank]}"
+        return None, _Hindrance(text, lack=False)
+    try:
+        there = known[id(group)] = Neighbours(ranks, group, lives)
+    except NoSharedMemory as error:
+        return None, _Hindrance(str(error), lack=True)
+    return PeerRanks(group, device, there), None

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import agree
 from .comm import Comm
-from .errors import InputError, WrapError
+from .errors import CommError, InputError, WrapError
 from .flat import Flat
 from .heap import keep_freed
 from .materialize import (
@@ -22,15 +22,15 @@ from .materialize import (
     default_device,
     move,
     on_meta,
-    swap_contents,
 )
 from .pool import Pool
 from .precision import Precision
 from .schedule import Schedule
+from .sharding import Sharder
 from .strategy import Choice, Strategy, strategy_of
 from .transport import Transport
 from .unit import Place, Unit
-from .unitmap import Units, UnitSpec, check_parameters, flat_groups, unit_map
+from .unitmap import Units, UnitSpec, check_parameters, unit_map
 
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
 
@@ -124,21 +124,34 @@ def wrap(
             f"on meta outside of units: {sorted(meta.keys() - in_units)}"
         )
         agree.check(specs, transport, policy, strategies)
+    pool = Pool(1 + prefetch, where, transport.empty, transport.give_back)
+    sharder = Sharder(model, precision, transport, where, meta)
     materializer, unusable = None, ""
-    if init_fn is not None:
-        materializer = Materializer(model, specs, init_fn, where, transport)
-    else:
-        if meta:
-            unusable = allocate_outside(model, specs, where)
-        agree.values(specs, transport, init)
-    pool = Pool(1 + prefetch, where, transport.empty, transport.shards.give_back)
+    made: list[tuple[list[Flat], list[Place]]] = []
+    try:
+        if init_fn is not None:
+            materializer = Materializer(model, specs, init_fn, where, transport)
+        else:
+            if meta:
+                unusable = allocate_outside(model, specs, where)
+            agree.values(specs, transport, init)
+        for spec, chosen in zip(specs, strategies, strict=True):
+            if materializer is not None:
+                materializer.fill(spec)
+                agree.values([spec], transport, init)
+            made.append(sharder.shard(spec, chosen))
+        sharder.reserve(pool)
+    except CommError:
+        raise  # the other ranks do not come to undo anything
+    except Exception:
+        made.clear()
+        sharder.undo()
+        raise
     built: list[Unit] = []
-    for index, (spec, chosen) in enumerate(zip(specs, strategies, strict=True)):
-        if materializer is not None:
-            materializer.fill(spec)
-            agree.values([spec], transport, init)
+    for index, (spec, chosen, (flats, places)) in enumerate(
+        zip(specs, strategies, made, strict=True)
+    ):
         parent = None if spec.parent is None else built[spec.parent]
-        flats, places = _shard(spec, chosen, precision, transport, where)
         built.append(Unit(spec, index, parent, chosen, flats, places, transport, pool))
     pool.reserve([unit.slot_bytes for unit in built])
     if where.type == "cpu":
@@ -219,22 +232,3 @@ def _check_split(specs: Sequence[UnitSpec], precision: Precision) -> None:
             f"Precision(master='split') needs bf16 compute, and the parameters are {dtypes}: pass "
             "compute=torch.bfloat16"
         )
-
-
-def _shard(
-    spec: UnitSpec, strategy: Strategy, precision: Precision, comm: Comm, device: torch.device
-) -> tuple[list[Flat], list[Place]]:
-    """Make a unit's flat buffers, and put the sharded parameters in place of the whole ones."""
-    flats: list[Flat] = []
-    places: list[Place] = []
-    for number, (dtypes, group) in enumerate(flat_groups(spec, precision)):
-        params = [owned.param for owned in group]
-        names = [owned.names for owned in group]
-        flat = Flat(names, params, dtypes, strategy, comm, device)
-        for segment, owned in enumerate(group):
-            # See [Note: one object, two faces].
-            swap_contents(owned.name, owned.param, flat.params[segment], owned.holders)
-            flat.params[segment] = owned.param  # type: ignore[call-overload]
-            places += [Place(m, attribute, number, segment) for m, attribute in owned.places]
-        flats.append(flat)
-    return flats, places
