@@ -21,7 +21,14 @@ from .simulated import ranks_of
 from .streams import Lane, Mark, compute_waits
 from .trace import Trace
 from .trace_records import Transfer
-from .transport import Transport, agree_on_transport, asked_for, over_memory
+from .transport import (
+    Transport,
+    agree_on_transport,
+    asked_for,
+    meet_in_one_place,
+    over_memory,
+    token_of,
+)
 
 _NOTHING = nullcontext()
 
@@ -96,10 +103,14 @@ class _NamedErrors(NamedTuple):
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, Error):
             self.comm.broken = True
+            over = self.comm.shards
+            # An error out of shared memory has named the rank.
+            knows = None if over.in_memory else over.neighbours
+            ended = "" if knows is None else knows.ended()
             raise CommError(
                 f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
-                f"{error}. Another rank has stopped, or runs a different model or order of units; "
-                "look at the first error among the ranks' logs."
+                f"{error}.{ended} Another rank has stopped, or runs a different model or order of "
+                "units; look at the first error among the ranks' logs."
             ) from error
 
 
@@ -137,8 +148,9 @@ class Comm:
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
         asked, failure = asked_for(transport, failure)
-        told = self.all_gather_object((asked, Refusal.of(failure)), Tag(0, "wrap", "arguments"))
-        agree_on_transport(told, failure)
+        mine = asked, Refusal.of(failure), token_of(self.shards)
+        told = self.all_gather_object(mine, Tag(0, "wrap", "arguments"))
+        agree_on_transport(told, failure, self.shards, self.replicas.rank)
         self.may_fall_back = asked == "auto"  # where there is too little memory to share
         self._in_group = self.shards
         with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):
@@ -182,6 +194,10 @@ class Comm:
         """Go on through the process group, and hold no memory of other ranks any more."""
         self.shards.leave()
         self.shards = self._in_group
+
+    def settle(self) -> None:
+        """The model is wrapped, on all ranks."""
+        meet_in_one_place(self.shards)
 
     def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""

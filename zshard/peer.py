@@ -34,7 +34,7 @@ class PeerRanks(Ranks):
         self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours
     ) -> None:
         super().__init__(group, device)
-        self._neighbours = neighbours
+        self._neighbours = self.neighbours = neighbours
         self._arena = Arena(weakref.proxy(self))  # its windows go with the model, and at once
         # What a gather reads of every rank, by window and this rank's first byte.
         self._shards: dict[tuple[Window, int], list[torch.Tensor]] = {}
@@ -46,10 +46,6 @@ class PeerRanks(Ranks):
         window = self._arena.window(numel * dtype.itemsize)
         window.whole = whole
         return window.own.view(dtype)
-
-    def note(self, op: str, step: int, phase: str, unit: str) -> None:
-        """Have the others see what this rank is at, should it be missed."""
-        self._neighbours.note(op, step, phase, unit)
 
     def reclaim(self, lent: torch.Tensor) -> None:
         """Wait until nobody reads ``lent`` any more."""
@@ -132,14 +128,6 @@ class PeerRanks(Ranks):
         for begin, rows in self._neighbours.swap(flat):
             flat[begin : begin + rows.shape[1]] = rows[0]
         value.copy_(flat.view(value.dtype).view_as(value))
-
-    def all_gather_words(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``mine`` (n,), one behind the other."""
-        everyone = mine.new_empty(self.size, mine.numel())
-        for begin, rows in self._neighbours.swap(mine.view(torch.uint8)):
-            first, words = begin // mine.itemsize, rows.view(mine.dtype)
-            everyone[:, first : first + words.shape[1]] = words
-        return everyone.view(-1)
 
 
 class _Gather(NamedTuple):

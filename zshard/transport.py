@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast, get_args
+from weakref import WeakSet
 
 import torch
 
@@ -39,20 +40,49 @@ def asked_for(
     return cast("Transport", given), failure
 
 
-def agree_on_transport(told: Sequence[object], failure: Exception | None) -> None:
+def token_of(shards: Ranks) -> str:
+    """What the ranks have in common that share memory already; see ``Neighbours``."""
+    there = known.get(id(shards.group))
+    return there.token if there else ""
+
+
+def agree_on_transport(
+    told: Sequence[object], failure: Exception | None, shards: Ranks, replica: int
+) -> None:
     """See that no rank has found anything wrong, and that all ask for one transport.
 
     Args:
-        told: (transport, refusal) of every rank; failure: this rank's own.
+        told: (transport, refusal, token) of every rank; failure: this rank's own.
+        shards: learn here whether they share memory already; replica: which one's they are.
 
     Raises:
         Error: on every rank, if one has found anything wrong.
         MismatchError: on every rank, if they ask for different transports.
     """
-    asked, refusals = zip(*cast("Sequence[tuple[str, Refusal | None]]", told), strict=True)
+    each = cast("Sequence[tuple[str, Refusal | None, str]]", told)
+    asked, refusals, tokens = zip(*each, strict=True)
     raise_together(failure, refusals)
     if len(set(asked)) > 1:
         raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
+    ours = set(tokens[replica * shards.size : (replica + 1) * shards.size])
+    if len(ours) == 1 and "" not in ours:
+        shards.neighbours = known[id(shards.group)]
+
+
+# Of the models that are wrapped, whichever way.
+_WRAPPED: WeakSet[Ranks] = WeakSet()
+
+
+def meet_in_one_place(shards: Ranks) -> None:
+    """Have a rank in a meeting of one model find those in a meeting of another over this group.
+
+    Where one of these models shares memory, all of them meet there. All ranks come here together,
+    once they have wrapped a model.
+    """
+    for other in _WRAPPED:
+        if other.group is shards.group and other.neighbours is None:
+            other.neighbours = shards.neighbours
+    _WRAPPED.add(shards)
 
 
 class _Hindrance(NamedTuple):
@@ -103,10 +133,8 @@ def _reached(ranks: Ranks, device: torch.device) -> tuple[PeerRanks | None, _Hin
     """``ranks`` over shared memory, or what hinders them; alike on all of them."""
     group = ranks.group
     assert group is not None
-    there = known.get(id(group))
-    tokens = ranks.all_gather_object(there.token if there else "")
-    if there is not None and len(set(tokens)) == 1:
-        return PeerRanks(group, device, there), None
+    if ranks.neighbours is not None:
+        return PeerRanks(group, device, ranks.neighbours), None
     lives, problem = find_each_other(ranks, device)
     problems = [str(each) for each in ranks.all_gather_object(problem)]
     if any(problems):

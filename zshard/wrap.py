@@ -141,6 +141,7 @@ def wrap(
                 agree.values([spec], transport, init)
             made.append(sharder.shard(spec, chosen))
         sharder.reserve(pool)
+        transport.settle()
     except CommError:
         raise  # the other ranks do not come to undo anything
     except Exception:
