@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import gc
-import os
 import random
-import resource
-import signal
 import time
-import weakref
 from collections import Counter
 
 import models
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from training import Record, Wrapped, adamw, assert_same_bits, kSteps, train
 
 import zshard
-from zshard import discovery, peer
-from zshard.comm import Comm
+from zshard import peer
 from zshard.master import Master
 from zshard.wrap import schedule_of
 
@@ -41,7 +33,13 @@ def transport_of(model: torch.nn.Module) -> str:
 
 
 def trained(
-    rank: int, comm: str, strategy: str, precision: str, mesh: object = None, accumulate: int = 2
+    rank: int,
+    comm: str,
+    strategy: str,
+    precision: str,
+    mesh: object = None,
+    accumulate: int = 2,
+    device: str = "cpu",
 ) -> tuple[Record, Counter[str], Counter[str]]:
     model = zshard.wrap(
         models.build("odd_parameters"),
@@ -49,9 +47,10 @@ def trained(
         strategy=strategy,
         precision=kPrecisions[precision],
         mesh=mesh,
+        device=torch.device(device),
     )
     assert transport_of(model) == ("group" if comm == "group" else "peer")
-    data = models.batches("odd_parameters", kSteps * accumulate, rank)
+    data = [b.to(device) for b in models.batches("odd_parameters", kSteps * accumulate, rank)]
     if kPrecisions[precision] is not None:
         data = [batch.bfloat16() for batch in data]
     zshard.stats(model).reset()
@@ -170,136 +169,3 @@ def test_late_ranks_read_and_give_the_values_of_their_round(precision: str) -> N
     shared = run_ranks(written_between_forwards, 2, "peer", precision)
     for ours, theirs in zip(shared, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-# --- who can --------------------------------------------------------------------------------------
-
-
-def out_of_reach(rank: int, world_size: int, comm: str) -> str:
-    """Rank 2 is on another host, as far as it can tell."""
-    if rank == 2:
-        discovery._check = lambda place: "no such process here"
-    try:
-        return transport_of(zshard.wrap(models.build("odd_parameters"), comm=comm))
-    except zshard.WrapError as error:
-        return str(error)
-
-
-@pytest.fixture
-def auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the environment stands in for it."""
-    monkeypatch.setenv("ZSHARD_COMM", "auto")
-
-
-@pytest.mark.usefixtures("auto")
-def test_a_rank_out_of_reach_is_named_on_every_rank_and_auto_takes_the_group() -> None:
-    assert run_ranks(out_of_reach, 3, "auto") == ["group"] * 3
-    for said in run_ranks(out_of_reach, 3, "peer"):
-        assert "comm='peer': rank 2 of 3" in said
-        assert "no such process here" in said
-        assert "comm='group'" in said
-
-
-def out_of_reach_in_one_replica(rank: int, world_size: int) -> str:
-    if rank == 3:
-        discovery._check = lambda place: "no such process here"
-    mesh = init_device_mesh("cpu", (2, 2))
-    with pytest.raises(zshard.WrapError) as raised:
-        zshard.wrap(models.build("odd_parameters"), comm="peer", mesh=mesh)
-    dist.barrier()
-    return str(raised.value)
-
-
-def test_a_rank_out_of_reach_is_named_on_the_ranks_of_all_replicas() -> None:
-    for said in run_ranks(out_of_reach_in_one_replica, 4, timeout=20):
-        assert "comm='peer': rank 1 (global rank 3) of 2" in said
-        assert "no such process here" in said
-
-
-def chosen(rank: int, world_size: int, comm: str) -> str:
-    return transport_of(zshard.wrap(models.build("odd_parameters"), comm=comm))
-
-
-@pytest.mark.usefixtures("auto")
-def test_auto_takes_shared_memory_where_every_rank_can() -> None:
-    assert run_ranks(chosen, 3, "auto") == ["peer"] * 3
-    assert run_ranks(chosen, 3, "group") == ["group"] * 3
-
-
-def said_of(rank: int, world_size: int, variable: str, comm: str) -> str:
-    if rank == 1:
-        os.environ["ZSHARD_COMM"] = variable
-    with pytest.raises(zshard.Error) as raised:
-        chosen(rank, world_size, comm)
-    return f"{type(raised.value).__name__}: {raised.value}"
-
-
-@pytest.mark.usefixtures("auto")
-def test_ranks_that_ask_for_different_transports_are_refused_on_every_rank() -> None:
-    for said in run_ranks(said_of, 2, "group", "auto"):
-        assert said.startswith("MismatchError: the ranks ask for different transports")
-        assert "('auto', 'group')" in said
-
-
-def test_a_variable_that_names_no_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZSHARD_COMM", "pear")
-    for said in run_ranks(said_of, 2, "pear", "auto"):
-        assert said == "InputError: ZSHARD_COMM='pear': expected 'auto', 'group' or 'peer'"
-
-
-def test_one_rank_needs_no_transport() -> None:
-    assert chosen(0, 1, "peer") == "group"
-    with pytest.raises(zshard.InputError, match="'auto', 'group' or 'peer'"):
-        zshard.wrap(models.build("odd_parameters"), comm="pear")
-
-
-def let_go(rank: int, world_size: int) -> list[bool]:
-    """Whether what is lent, and the group, are there; and whether they have gone."""
-    gc.collect()
-    gc.disable()
-    group = dist.new_group(list(range(world_size)))
-    shards = Comm(group, torch.device("cpu"), "peer").shards
-    shards.empty(1 << 20, torch.float32)
-    held = [weakref.ref(shards), weakref.ref(group)]
-    before = [ref() is not None for ref in held]
-    del shards
-    dist.destroy_process_group(group)
-    del group
-    gc.enable()
-    return before + [ref() is None for ref in held]
-
-
-def test_what_is_lent_goes_at_once_and_no_cycle_keeps_the_group() -> None:
-    assert run_ranks(let_go, 2) == [[True] * 4] * 2
-
-
-def with_little_memory(rank: int, world_size: int, where: str) -> tuple[str, int]:
-    """Files, those in memory too, may grow to 4 MiB; or the last rank's node has no pages left."""
-    if where == "file" and rank == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
-    if where == "pages" and rank == 1:
-
-        def reserve(opened: int, begin: int, nbytes: int) -> None:
-            if nbytes > 4 << 20:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.posix_fallocate = reserve
-    with pytest.raises(zshard.WrapError) as raised:
-        zshard.wrap(torch.nn.Linear(2048, 2048), comm="peer")
-    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    names = [os.readlink(each) for each in descriptors if os.path.islink(each)]
-    return str(raised.value), sum("memfd:zshard" in name for name in names)
-
-
-@pytest.mark.parametrize(("where", "rank", "error"), [("file", 0, "EFBIG"), ("pages", 1, "ENOSPC")])
-def test_too_little_memory_is_an_error_on_every_rank_that_says_how_much_is_needed(
-    where: str, rank: int, error: str
-) -> None:
-    shard = 4 * (2048 * 2048 + 2048) // 2
-    for said, left_open in run_ranks(with_little_memory, 2, where):
-        assert f"rank {rank} of 2: no shared memory" in said
-        assert os.strerror(getattr(errno, error)) in said
-        needed = int(said.split("needs ")[1].split()[0])
-        assert shard <= needed < shard + 16384, "in whole pages"
-        assert left_open == 0

@@ -6,6 +6,7 @@ and a barrier blocks the host. All else is the code that GPUs run.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_peer import kPrecisions, kSteady, kStrategies, on_both, trained
 from torch.distributed.device_mesh import init_device_mesh
-from training import Record, assert_same_bits
+from training import Record, assert_close, assert_same_bits
 
 import zshard
-from zshard import peer
+from zshard import transport
 from zshard.groups import Ranks
 from zshard.shared import Arena
 from zshard.symmetric import Extent, SymmetricRanks
@@ -60,7 +61,7 @@ class Double:
 
 def take(double: Double) -> None:
     """Have this process's models go over what GPUs go over."""
-    peer.PeerRanks = lambda group, device, there: SymmetricRanks(group, device, double)
+    transport.PeerRanks = lambda group, device, there: SymmetricRanks(group, device, double)
 
 
 def over_symmetric(rank: int, world_size: int, strategy: str, precision: str) -> list[object]:
@@ -208,3 +209,44 @@ def test_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(where: str)
     for said in run_ranks(without_memory, 2, where):
         assert said.startswith("rank 1 of 2: no symmetric memory of ")
         assert f"comm='peer': no {where}" in said and "comm='group'" in said
+
+
+def on_the_cpu(record: Record) -> Record:
+    def moved(named: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        return {name: None if value is None else value.cpu() for name, value in named.items()}
+
+    return Record(
+        [loss.cpu() for loss in record.losses],
+        [norm.cpu() for norm in record.norms],
+        [moved(gradients) for gradients in record.gradients],
+        moved(record.parameters),
+    )
+
+
+def on_one_gpu(rank: int, world_size: int, precision: str) -> list[Record]:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return [
+        on_the_cpu(trained(rank, "peer", strategy, precision, device="cuda:0")[0])
+        for strategy in kStrategies
+    ]
+
+
+def in_the_group(rank: int, world_size: int, precision: str) -> Record:
+    return trained(rank, "group", "zero3", precision)[0]
+
+
+if torch.cuda.is_available():
+
+    @pytest.mark.cuda
+    @pytest.mark.parametrize("world_size", [2, 4])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16/bf16", "split"])
+    def test_ranks_of_one_gpu_train_alike_in_every_strategy(
+        precision: str, world_size: int
+    ) -> None:
+        found = run_ranks(on_one_gpu, world_size, precision)
+        for (first, *others), cpu in zip(
+            found, run_ranks(in_the_group, world_size, precision), strict=True
+        ):
+            for other in others:
+                assert_same_bits(other, first)
+            assert_close(first, cpu, 1e-3 if precision == "fp32" else 0.1)

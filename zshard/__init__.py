@@ -5,7 +5,7 @@
 
 from .checkpoint import Loaded, SaveHandle, export, latest, load, load_weights, save
 from .clip import clip_grad_norm_
-from .comm import CommStats
+from .counters import CommStats
 from .describe import describe
 from .errors import (
     CheckpointError,

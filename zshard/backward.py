@@ -14,7 +14,7 @@ import torch
 
 from .agreement import Agreement
 from .crew import Crew
-from .errors import StateError
+from .errors import Error, StateError
 from .meeting import Ask
 from .phase import EndOfBackward, Phase
 from .reduction import Reducer
@@ -113,6 +113,12 @@ class Backward:
         about = f"{self._since};{self._count};{first}"
         if self._reduces:
             self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
+            try:
+                self._reducer.make_room()
+            except Error:
+                self._agreement.abort()
+                self._agreement.abandon()
+                raise
         else:
             self._agreement.begin(Ask.HOLD, about, "a backward inside no_sync")
         self._crew.phase = Phase.BACKWARD

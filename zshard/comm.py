@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -14,14 +12,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .counters import CommStats
 from .errors import CommError, Error
 from .groups import Ranks, groups_of
 from .messages import Together, Work
-from .peer import Transport, on_every_replica
+from .refusal import Refusal
 from .simulated import ranks_of
 from .streams import Lane, Mark, compute_waits
 from .trace import Trace
 from .trace_records import Transfer
+from .transport import (
+    Transport,
+    agree_on_transport,
+    asked_for,
+    meet_in_one_place,
+    over_memory,
+    token_of,
+)
 
 _NOTHING = nullcontext()
 
@@ -35,31 +42,6 @@ class Tag(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.phase} of unit {self.unit!r} in step {self.step}"
-
-
-@dataclass
-class CommStats:
-    """What went through the seam since the last ``reset``.
-
-    Attributes:
-        calls: collectives issued, by operation.
-        sent_bytes: bytes that other ranks needed of this one, by operation: the textbook volume.
-        wire_bytes: the part of it that went through the process group, not over shared memory.
-        exposed_seconds: time the host spent waiting for a collective; with NCCL, where the compute
-            stream waits instead, for other hosts alone.
-    """
-
-    calls: Counter[str] = field(default_factory=Counter)
-    sent_bytes: Counter[str] = field(default_factory=Counter)
-    wire_bytes: Counter[str] = field(default_factory=Counter)
-    exposed_seconds: float = 0.0
-
-    def reset(self) -> None:
-        """Start counting anew."""
-        self.calls.clear()
-        self.sent_bytes.clear()
-        self.wire_bytes.clear()
-        self.exposed_seconds = 0.0
 
 
 class Handle:
@@ -121,10 +103,14 @@ class _NamedErrors(NamedTuple):
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, Error):
             self.comm.broken = True
+            over = self.comm.shards
+            # An error out of shared memory has named the rank.
+            knows = None if over.in_memory else over.neighbours
+            ended = "" if knows is None else knows.ended()
             raise CommError(
                 f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
-                f"{error}. Another rank has stopped, or runs a different model or order of units; "
-                "look at the first error among the ranks' logs."
+                f"{error}.{ended} Another rank has stopped, or runs a different model or order of "
+                "units; look at the first error among the ranks' logs."
             ) from error
 
 
@@ -135,6 +121,10 @@ class Comm:
         mesh: see ``groups_of``.
         device: where the buffers live.
         transport: of the sharding group; see ``wrap``.
+        failure: what this rank has found wrong before it came here.
+
+    Raises:
+        Error: on every rank, if one has found anything wrong, or cannot be reached as is asked for.
     """
 
     def __init__(
@@ -142,6 +132,7 @@ class Comm:
         mesh: dist.ProcessGroup | DeviceMesh | None,
         device: torch.device,
         transport: Transport = "group",
+        failure: Exception | None = None,
     ) -> None:
         replicas, shards = groups_of(mesh)
         self.shards = ranks_of(shards, device)  # the sharding group
@@ -156,10 +147,16 @@ class Comm:
         self.gather_lane = Lane(device)
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
+        asked, failure = asked_for(transport, failure)
+        mine = asked, Refusal.of(failure), token_of(self.shards)
+        told = self.all_gather_object(mine, Tag(0, "wrap", "arguments"))
+        agree_on_transport(told, failure, self.shards, self.replicas.rank)
+        self.may_fall_back = asked == "auto"  # where there is too little memory to share
+        self._in_group = self.shards
         with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):
             for over in self.axes:
                 over.find_hosts()
-            self.shards = on_every_replica(transport, self.shards, self.replicas, device)
+            self.shards = over_memory(asked, self.shards, self.replicas, device)
 
     @property
     def size(self) -> int:
@@ -188,6 +185,19 @@ class Comm:
         """
         with self.named_errors("all_gather_object", Tag(0, "wrap", "memory")):
             return self.shards.empty(numel, dtype, whole=whole)
+
+    def give_back(self, lent: torch.Tensor) -> None:
+        """Need ``lent``, which ``empty`` made, no longer."""
+        self.shards.give_back(lent)
+
+    def leave_memory(self) -> None:
+        """Go on through the process group, and hold no memory of other ranks any more."""
+        self.shards.leave()
+        self.shards = self._in_group
+
+    def settle(self) -> None:
+        """The model is wrapped, on all ranks."""
+        meet_in_one_place(self.shards)
 
     def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""

@@ -34,13 +34,16 @@ class _Place(NamedTuple):
 def find_each_other(ranks: Ranks, device: torch.device) -> tuple[list[Life], str]:
     """Every rank's process, and "" or why one of them is out of reach. All ranks have to call."""
     linux = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    possible = linux and device.type == "cpu" and ranks.backend != "fake"
-    made = os.memfd_create("zshard", os.MFD_CLOEXEC) if possible else -1
-    mine = _Place(socket.gethostname(), os.getpid(), descriptor_path(made), secrets.token_bytes(16))
-    if possible:
-        os.write(made, mine.proof)
+    possible = linux and device.type in ("cpu", "cuda") and ranks.backend != "fake"
+    made, proof, problem = -1, secrets.token_bytes(16), ""
+    try:
+        if possible:
+            made = os.memfd_create("zshard", os.MFD_CLOEXEC)
+            os.write(made, proof)
+    except OSError as error:
+        problem = str(error)  # too many open files, say; the others are to hear of it
+    mine = _Place(socket.gethostname(), os.getpid(), descriptor_path(made), proof)
     lives: list[Life] = []
-    problem = ""
     if not possible:
         what = "simulated ranks" if ranks.backend == "fake" else f"ranks with memory of {device}"
         problem = f"on host {mine.host}, {what} cannot share it"
@@ -59,7 +62,7 @@ def find_each_other(ranks: Ranks, device: torch.device) -> tuple[list[Life], str
                 f"out of reach ({problem})"
             )
     ranks.all_gather_object(None)  # all have looked
-    close_all([made] if possible else [])
+    close_all([made] if made >= 0 else [])
     return lives, problem
 
 

@@ -54,6 +54,7 @@ class Flat:
 
     Args:
         params: whole; those on the meta device have no values yet, and zeros in their place.
+        lent: of ``lend``.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Flat:
         strategy: Strategy,
         comm: Comm,
         device: torch.device,
+        lent: torch.Tensor | None,
     ) -> None:
         self.all_names = tuple(all_names)  # tied parameters have several
         self.names = tuple(names[0] for names in all_names)
@@ -87,7 +89,7 @@ class Flat:
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.resident: torch.Tensor | None = None
-        self.master = self._allocate(params, comm, stays=strategy.resident or comm.size == 1)
+        self.master = self._allocate(params, lent, stays=strategy.resident or comm.size == 1)
         self.sent = self.master.send.view(torch.uint8)
         self.grads = Gradients(self)
         self.params = [
@@ -95,17 +97,16 @@ class Flat:
             for i, (a, b, _) in enumerate(self._locals)
         ]
 
-    def _allocate(self, params: Sequence[torch.Tensor], comm: Comm, *, stays: bool) -> Master:
+    def _allocate(
+        self, params: Sequence[torch.Tensor], lent: torch.Tensor | None, *, stays: bool
+    ) -> Master:
         """The master, of the owned range alone; and the full buffer, where that ``stays``."""
         dtypes, numel = self.dtypes, self.owned.numel
-        if stays and self.strategy.replicated:  # which nobody gathers
-            self.resident = torch.empty(self.layout.numel, dtype=dtypes.compute, device=self.device)
-        elif stays:
-            self.resident = comm.empty(self.layout.numel, dtypes.compute, whole=True)
-        if self.resident is not None:
-            send = self.owned.of(self.resident)
-        else:
-            send = comm.empty(numel, dtypes.compute)
+        if lent is None:
+            lent = torch.empty(self.layout.numel, dtype=dtypes.compute, device=self.device)
+        if stays:
+            self.resident = lent
+        send = self.owned.of(lent) if stays else lent
         if dtypes.compute == dtypes.master:
             initial = send
         else:
@@ -120,6 +121,24 @@ class Flat:
         ]
         ops.pack_(initial, pieces, [begin for begin, _, _ in self._locals])
         return Master(initial, send, dtypes)
+
+    def move(self) -> None:
+        """Leave the memory that other ranks read, for this rank's own, before any use."""
+        moved = self.copy.clone()
+        if self.resident is None:
+            self.master.move(moved)
+        else:
+            self.resident = moved
+            self.master.move(self.owned.of(moved))
+        self.sent = self.master.send.view(torch.uint8)
+        if self.master.values is self.master.send:
+            for param, (begin, end, _) in zip(self.params, self._locals, strict=True):
+                param._local = self.master.read(begin, end)
+
+    def let_go(self) -> None:
+        """Free the memory at once, whoever still refers to this; it is of no more use."""
+        del self.master, self.sent
+        self.resident, self.params = None, []
 
     @property
     def full_bytes(self) -> int:
@@ -234,6 +253,21 @@ class Flat:
         self.master.stale = not send_written and self.master.has_copy
         # Where the full buffer stays in memory, its values have changed under the graph.
         self.mark(valid=False)
+
+
+def lend(
+    params: Sequence[torch.Tensor], dtypes: Dtypes, strategy: Strategy, comm: Comm
+) -> torch.Tensor | None:
+    """Memory of a flat buffer of ``params`` that collectives take: what is sent, or all of it.
+
+    None where they take none. Ranks that share memory come here together.
+    """
+    if strategy.replicated:
+        return None
+    layout = Layout.of(params, comm.size, comm.replicas.size)
+    if strategy.resident or comm.size == 1:
+        return comm.empty(layout.numel, dtypes.compute, whole=True)
+    return comm.empty(layout.shard_size, dtypes.compute)
 
 
 def user_attributes(param: torch.Tensor) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .control import control_group
 from .errors import InputError, WrapError
 from .messages import Messenger, Together, Work
+
+if TYPE_CHECKING:
+    from .neighbours import Neighbours
 
 # torch 2.13 renamed these, and warns at every call by the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -51,9 +55,11 @@ class Ranks:
         control: a group whose collectives run on the host.
         in_memory: whether ranks read each other's memory (peer.py), and nothing is sent.
         read_by_waiter: whether it is the host that does, when it waits.
+        neighbours: where the ranks meet that also wrap models over shared memory; else None.
     """
 
     in_memory = read_by_waiter = False
+    neighbours: Neighbours | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -99,6 +105,8 @@ class Ranks:
 
     def note(self, op: str, step: int, phase: str, unit: str) -> None:
         """Have the others see what this rank is at, should it be missed."""
+        if self.neighbours is not None:
+            self.neighbours.note(op, step, phase, unit)
 
     def reclaim(self, lent: torch.Tensor) -> None:
         """Wait until ``lent``, which a collective took from this rank, may be written again."""
@@ -108,6 +116,9 @@ class Ranks:
 
     def give_back(self, lent: torch.Tensor) -> None:
         """Need ``lent``, which ``empty`` made, no longer."""
+
+    def leave(self) -> None:
+        """Let go of all memory that ``empty`` made."""
 
     def rows_for_me(self, packed: torch.Tensor) -> Rows | None:
         """N x (S,) where an exchange of ``packed`` (N * S,) delivers; None: into given memory."""
@@ -177,7 +188,12 @@ class Ranks:
         dist.broadcast(value, group=self.group, group_src=0)
 
     def all_gather_words(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``mine`` (n,), one behind the other; the host waits."""
+        """Every rank's ``mine`` (n,), one behind the other; the host waits.
+
+        In one place for all models over the group: see ``transport.meet_in_one_place``.
+        """
+        if self.neighbours is not None:
+            return self.neighbours.words(mine)
         everyone = mine.new_empty(self.size * mine.numel())
         dist.all_to_all_single(everyone, mine.repeat(self.size), group=self.control)
         return everyone

@@ -48,6 +48,12 @@ class Master:
         """Whether there is a copy beside the values, for the optimizer to write too."""
         return self.values is not None and self.send is not self.values
 
+    def move(self, send: torch.Tensor) -> None:
+        """Have ``send`` (O,) compute dtype, which has the same values, in place of the old one."""
+        if self.values is self.send:
+            self.values = send
+        self.send = send
+
     def read(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Elements [begin, end): a view of the values, or a copy where the master is split."""
         part = slice(begin, end)

@@ -81,10 +81,11 @@ def swap_contents(
             f"{name} cannot be replaced: {error}. Something else holds it: an autograd graph "
             "of an earlier forward (drop its outputs), or a weak reference."
         ) from error
-    for module in recurrent:
-        module._flat_weight_refs = [
-            None if weight is None else weakref.ref(weight) for weight in module._flat_weights
-        ]
+    finally:
+        for module in recurrent:
+            module._flat_weight_refs = [
+                None if weight is None else weakref.ref(weight) for weight in module._flat_weights
+            ]
 
 
 def allocate_outside(model: nn.Module, specs: Sequence[UnitSpec], device: torch.device) -> str:

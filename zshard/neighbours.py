@@ -21,6 +21,7 @@ from .groups import Ranks
 from .shared import Arena, Window
 
 _SLICE_SECONDS = 0.05  # of a wait, between looks at whether the others are alive
+_END_MILLISECONDS = 500  # from the end of a process's connections to its own, at most
 _MAILBOX_BYTES = 1 << 20  # of each rank
 _NOTE_BYTES = 256
 _SMALL_SUM = 1 << 16  # bytes: sums below have a window of their own, to be waited for later
@@ -110,6 +111,13 @@ class Neighbours:
             return f"{name} is alive but has not come for {self._seconds:g} s{also}. {seen}"
         return ""
 
+    def ended(self) -> str:
+        """Which ranks have ended, and what they were at, for an error that names none; or ""."""
+        # A process closes its connections a moment before it is seen to have ended.
+        gone = {fd for fd, _ in self._ended.poll(_END_MILLISECONDS)}
+        found = [rank for rank, life in enumerate(self._lives) if life.fd in gone]
+        return "".join(f" {self._problem(rank, False)}." for rank in found)
+
     # --- what is small ---------------------------------------------------------------------------
 
     def swap(self, mine: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -124,10 +132,20 @@ class Neighbours:
             yield begin, box.rows[:, : piece.numel()]
             box.presence.depart()
 
+    def words(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``mine`` (n,), one behind the other."""
+        everyone = mine.new_empty(len(self._lives), mine.numel())
+        for begin, rows in self.swap(mine.view(torch.uint8)):
+            first, words = begin // mine.itemsize, rows.view(mine.dtype)
+            everyone[:, first : first + words.shape[1]] = words
+        return everyone.view(-1)
+
     def start_sum(self, value: torch.Tensor, *, maximum: bool) -> _Sum | None:
         """Start summing ``value`` in rank order (or taking its maximum), in place."""
         nbytes = value.nbytes
-        if nbytes > _SMALL_SUM or not value.is_contiguous():
+        # No memory is asked for after wrap: what has no room goes through the mailbox.
+        room = nbytes in self._sums or (nbytes <= _SMALL_SUM and self._arena.has_room(nbytes))
+        if not room or not value.is_contiguous():
             flat = value.reshape(-1)
             for begin, rows in self.swap(flat.view(torch.uint8)):
                 first, parts = begin // value.itemsize, rows.view(value.dtype)

@@ -10,26 +10,19 @@ different ones in different orders. Sums are made by the reader, in rank order.
 
 from __future__ import annotations
 
-import logging
-import os
 import weakref
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from . import ops
-from .discovery import close_all, find_each_other
-from .errors import Error, InputError, MismatchError, WrapError
 from .groups import Ranks
 from .messages import Work
-from .neighbours import Neighbours, known
+from .neighbours import Neighbours
 from .shared import Arena, Window
 
-Transport = Literal["auto", "group", "peer"]
-
 _COPIED = torch.float32  # any dtype of the ops: a shard's bytes are copied, 64 or a multiple
-_LOG = logging.getLogger("zshard")
 
 
 class PeerRanks(Ranks):
@@ -41,7 +34,7 @@ class PeerRanks(Ranks):
         self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours
     ) -> None:
         super().__init__(group, device)
-        self._neighbours = neighbours
+        self._neighbours = self.neighbours = neighbours
         self._arena = Arena(weakref.proxy(self))  # its windows go with the model, and at once
         # What a gather reads of every rank, by window and this rank's first byte.
         self._shards: dict[tuple[Window, int], list[torch.Tensor]] = {}
@@ -58,10 +51,6 @@ class PeerRanks(Ranks):
         """Nothing."""
         return False
 
-    def note(self, op: str, step: int, phase: str, unit: str) -> None:
-        """Have the others see what this rank is at, should it be missed."""
-        self._neighbours.note(op, step, phase, unit)
-
     def reclaim(self, lent: torch.Tensor) -> None:
         """Wait until nobody reads ``lent`` any more."""
         if (found := self._arena.find(lent)) is not None:
@@ -74,6 +63,11 @@ class PeerRanks(Ranks):
     def give_back(self, lent: torch.Tensor) -> None:
         """Need ``lent`` no longer; others still may, and have it mapped themselves."""
         self._arena.give_back(lent)
+
+    def leave(self) -> None:
+        """Lend nothing any more; nobody reads."""
+        self._shards.clear()
+        self._arena.close()
 
     def rows_for_me(self, packed: torch.Tensor) -> torch.Tensor | None:
         """(N, S): what every rank has packed for this one, in this rank's ``packed`` (N * S,)."""
@@ -139,14 +133,6 @@ class PeerRanks(Ranks):
             flat[begin : begin + rows.shape[1]] = rows[0]
         value.copy_(flat.view(value.dtype).view_as(value))
 
-    def all_gather_words(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``mine`` (n,), one behind the other."""
-        everyone = mine.new_empty(self.size, mine.numel())
-        for begin, rows in self._neighbours.swap(mine.view(torch.uint8)):
-            first, words = begin // mine.itemsize, rows.view(mine.dtype)
-            everyone[:, first : first + words.shape[1]] = words
-        return everyone.view(-1)
-
 
 class _Gather(NamedTuple):
     over: PeerRanks
@@ -165,66 +151,3 @@ class _Arrivals(NamedTuple):
     def wait(self) -> bool:
         self.over.wait(self.window.presence.await_arrivals)
         return True
-
-
-def carried_by(transport: Transport, ranks: Ranks, device: torch.device) -> Ranks:
-    """``ranks`` over ``transport``; for "auto", over shared memory where all of them can.
-
-    Raises:
-        InputError: for a value of ZSHARD_COMM that is no transport.
-        MismatchError: on every rank, if they ask for different ones.
-        WrapError: on every rank, for "peer" where a rank cannot reach another's memory.
-    """
-    if ranks.size == 1:
-        return ranks
-    if transport == "auto":
-        given = os.environ.get("ZSHARD_COMM", transport)
-        if given not in get_args(Transport):
-            raise InputError(f"ZSHARD_COMM={given!r}: expected 'auto', 'group' or 'peer'")
-        transport = cast("Transport", given)
-    group = ranks.group
-    assert group is not None
-    there = known.get(id(group))
-    told = ranks.all_gather_object((transport, there.token if there else ""))
-    asked, tokens = zip(*cast("list[tuple[str, str]]", told), strict=True)
-    if len(set(asked)) > 1:
-        raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
-    if transport == "group":
-        return ranks
-    if there is not None and len(set(tokens)) == 1:
-        return PeerRanks(group, device, there)
-    lives, problem = find_each_other(ranks, device)
-    problems = [str(each) for each in ranks.all_gather_object(problem)]
-    if not any(problems):
-        if ranks.rank == 0:
-            _LOG.info("comm='peer': the %d ranks read each other's memory", ranks.size)
-        there = known[id(group)] = Neighbours(ranks, group, lives)
-        return PeerRanks(group, device, there)
-    close_all([life.fd for life in lives])
-    rank = next(rank for rank, each in enumerate(problems) if each)
-    if transport == "peer":
-        raise WrapError(
-            f"comm='peer': {ranks.name(rank)} of {ranks.size}: {problems[rank]}. Ranks have to be "
-            "processes of one user on one Linux host, and parameters on the CPU; comm='group' "
-            "goes through the process group."
-        )
-    if ranks.rank == 0:
-        _LOG.info("comm='group', because of %s: %s", ranks.name(rank), problems[rank])
-    return ranks
-
-
-def on_every_replica(
-    transport: Transport, shards: Ranks, replicas: Ranks, device: torch.device
-) -> Ranks:
-    """``carried_by`` of ``shards``; what one replica's ranks refuse, the ranks of all do."""
-    carried, refused = shards, None
-    try:
-        carried = carried_by(transport, shards, device)
-    except Error as error:
-        refused = error
-    if replicas.size > 1:
-        everyone = cast("list[Error | None]", replicas.all_gather_object(refused))
-        refused = refused or next((each for each in everyone if each is not None), None)
-    if refused is not None:
-        raise refused
-    return carried

@@ -139,26 +139,46 @@ class Pool:
         """
         self._scratch_bytes = nbytes
 
+    @property
+    def lacks_scratch(self) -> bool:
+        """Whether a reduce buffer is still to be made, or too small."""
+        return any(self._falls_short(name) for name, size in self._scratch_bytes.items() if size)
+
     def scratch(self, name: Scratch, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a reduce buffer, (nbytes,) uint8."""
-        if name not in self._scratch or self._scratch[name].numel() < self._scratch_bytes[name]:
-            # All at once: ranks that share memory make it together.
-            for each, size in self._scratch_bytes.items():
-                if each in self._scratch and self._scratch[each].numel() < size:
-                    old = self._scratch.pop(each)
-                    self.ledger.add("reduce_buffers", -old.numel())
-                    self._give_back(old)
-                    del old  # the two need not be there at once
-                if each not in self._scratch and (size > 0 or each == name):
-                    self._scratch[each] = self._new_scratch(each, size)
+        if self._falls_short(name):
+            self.make_scratch()
+            if name not in self._scratch:
+                self._scratch[name] = torch.empty(0, dtype=torch.uint8, device=self._device)
         return self._scratch[name][:nbytes]
 
-    def _new_scratch(self, name: Scratch, nbytes: int) -> torch.Tensor:
-        self.allocations += 1
-        self.ledger.add("reduce_buffers", nbytes)
-        if self._lend is not None and name in ("packed", "chunks"):
-            return self._lend(nbytes, torch.uint8)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+    def _falls_short(self, name: Scratch) -> bool:
+        return name not in self._scratch or self._scratch[name].numel() < self._scratch_bytes[name]
+
+    def make_scratch(self) -> None:
+        """Make the reduce buffers, all at once: ranks that share memory make them together.
+
+        After an error it may be called again, by all of them.
+        """
+        for name, nbytes in self._scratch_bytes.items():
+            if nbytes == 0 or not self._falls_short(name):
+                continue
+            if (old := self._scratch.pop(name, None)) is not None:
+                self.ledger.add("reduce_buffers", -old.numel())
+                self._give_back(old)
+                del old  # the two need not be there at once
+            if self._lend is not None and name in ("packed", "chunks"):
+                self._scratch[name] = self._lend(nbytes, torch.uint8)
+            else:
+                self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self.allocations += 1
+            self.ledger.add("reduce_buffers", nbytes)
+
+    def drop_scratch(self) -> None:
+        """Give up the reduce buffers."""
+        self.ledger.add("reduce_buffers", -self.scratch_bytes)
+        while self._scratch:
+            self._give_back(self._scratch.popitem()[1])
 
     def _new_slot(self, nbytes: int) -> Slot:
         self.allocations += 1

@@ -21,7 +21,8 @@ from .errors import StateError
 from .flat import Flat
 from .flight import Flight, Route
 from .param import Sharded
-from .pool import Pool
+from .pool import Pool, Scratch
+from .refusal import raise_together, tell
 from .unit import Unit
 
 Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Crew.doing``
@@ -60,12 +61,28 @@ class Reducer:
         self.flats = [flat for flat in self._all if flat.requires_grad]
         self._stats.zero_()
         self._routes.clear()
-        sizes = [Route.bytes_of(flat, self._comm) for flat in self.flats]
-        names = sizes[0] if sizes else {}
-        self._pool.reserve_scratch({name: max(each[name] for each in sizes) for name in names})
+        self._pool.reserve_scratch(scratch_sizes(self.flats, self._comm))
         for flat in self._all:
             if not flat.requires_grad and not any(flat.grads.present):
                 flat.grads.free()
+
+    def make_room(self) -> None:
+        """Have buffers for all that is trained, where that takes all ranks, who come together.
+
+        Raises:
+            Error: on every rank, if one of them has not enough memory; the next backward tries
+                again.
+        """
+        if not (self._comm.shards.in_memory and self._pool.lacks_scratch):
+            return
+        failure: Exception | None = None
+        try:
+            self._pool.make_scratch()
+        except Exception as error:
+            failure = error
+        if told := tell(failure, self._comm, Tag(0, "backward", "memory")):
+            self._pool.drop_scratch()  # some ranks may have made what others have not
+            raise_together(failure, told)
 
     # --- one backward ----------------------------------------------------------------------------
 
@@ -234,3 +251,10 @@ class Reducer:
         """Note that gradients may have changed since the reduction."""
         self.settle()
         self._sum_of_squares = None
+
+
+def scratch_sizes(flats: Sequence[Flat], comm: Comm) -> dict[Scratch, int]:
+    """Bytes of the reduce buffers that all of ``flats`` take turns in."""
+    sizes = [Route.bytes_of(flat, comm) for flat in flats]
+    names = sizes[0] if sizes else {}
+    return {name: max(each[name] for each in sizes) for name in names}

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from .clock import Clock
-from .comm import CommStats
+from .counters import CommStats
 from .errors import InputError, StateError
 from .trace import Trace
 from .wrap import schedule_of

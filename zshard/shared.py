@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_right
+from typing import NoReturn
 
 import torch
 
@@ -23,6 +24,10 @@ from .groups import Ranks
 
 _PRESENCE_BYTES = 64  # of each rank, at the start of a window: what _C.Rendezvous counts in
 _SMALL = 1 << 20  # bytes: windows below this share extents of this size
+
+
+class NoSharedMemory(WrapError):
+    """Told by every rank where one of them has too little memory to share."""
 
 
 class Window:
@@ -70,7 +75,7 @@ class Arena:
         """A new window, of zeros.
 
         Raises:
-            WrapError: on every rank, if there is not enough memory on any.
+            NoSharedMemory: on every rank, if there is not enough memory on any.
         """
         needed = _needed(nbytes)
         if needed > _SMALL:
@@ -96,6 +101,15 @@ class Arena:
         if extent is not None and extent is not self._open and len(extent.windows) == 1:
             del self._extents[address]
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a small window takes no more memory than there is."""
+        return self._open is not None and self._open.taken + _needed(nbytes) <= _SMALL
+
+    def close(self) -> None:
+        """Let go of all; what somebody still holds goes with that."""
+        self._extents.clear()
+        self._open = None
+
     def _extend(self, part: int) -> _Extent:
         """A new extent with ``part`` bytes for each rank."""
         ranks, problem = self._ranks, ""
@@ -117,7 +131,9 @@ class Arena:
         problems = ranks.all_gather_object(problem)
         if made >= 0:
             os.close(made)
-        _refuse(problems, part, ranks)
+        if any(problems):
+            del parts  # an error keeps what its functions held
+            _refuse(problems, part, ranks)
         extent = self._extents[parts.data_ptr()] = _Extent(parts)
         return extent
 
@@ -145,14 +161,12 @@ def _map(path: str, part: int, ranks: Ranks) -> torch.Tensor:
         return memory.view(ranks.size, part)
 
 
-def _refuse(problems: list[object], part: int, ranks: Ranks) -> None:
-    failed = {rank: problem for rank, problem in enumerate(problems) if problem}
-    if failed:
-        rank, problem = next(iter(failed.items()))
-        raise WrapError(
-            f"{ranks.name(rank)} of {ranks.size}: no shared memory for comm='peer': {problem}. "
-            f"Each of the {ranks.size} ranks needs {part} bytes more of this host's memory "
-            f"({part * ranks.size} in all). "
-            "Free some, raise the limit of the container or of the process (ulimit -f), or pass "
-            "comm='group'."
-        )
+def _refuse(problems: list[object], part: int, ranks: Ranks) -> NoReturn:
+    rank = next(rank for rank, problem in enumerate(problems) if problem)
+    raise NoSharedMemory(
+        f"{ranks.name(rank)} of {ranks.size}: no shared memory for comm='peer': {problems[rank]}. "
+        f"Each of the {ranks.size} ranks needs {part} bytes more of this host's memory "
+        f"({part * ranks.size} in all). "
+        "Free some, raise the limit of the container or of the process (ulimit -f), or pass "
+        "comm='group'."
+    )

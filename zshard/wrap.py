@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import agree
 from .comm import Comm
-from .errors import InputError, WrapError
+from .errors import CommError, InputError, WrapError
 from .flat import Flat
 from .heap import keep_freed
 from .materialize import (
@@ -22,15 +22,15 @@ from .materialize import (
     default_device,
     move,
     on_meta,
-    swap_contents,
 )
-from .peer import Transport
 from .pool import Pool
 from .precision import Precision
 from .schedule import Schedule
+from .sharding import Sharder
 from .strategy import Choice, Strategy, strategy_of
+from .transport import Transport
 from .unit import Place, Unit
-from .unitmap import Units, UnitSpec, check_parameters, flat_groups, unit_map
+from .unitmap import Units, UnitSpec, check_parameters, unit_map
 
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
 
@@ -73,8 +73,9 @@ def wrap(
             numbers mean].
         comm: how the ranks of the sharding group reach each other. "group": by the process group's
             collectives. "peer": they read each other's memory, which they share; every rank has to
-            be a process on one Linux host, with parameters on the CPU. "auto": what the environment
-            variable ZSHARD_COMM says, else "peer" where every rank finds it possible, else "group".
+            be a process on one Linux host, on the CPU or with a GPU of its own. "auto": what the
+            environment variable ZSHARD_COMM says, else on the CPU "peer" where every rank finds it
+            possible, else "group".
         prefetch: how many units are gathered ahead of the one that computes.
         init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
             0's values; "trust" does neither.
@@ -99,15 +100,23 @@ def wrap(
             ``init_fn``.
         MismatchError: on every rank, if the ranks' models differ.
     """
-    _check_arguments(model, comm, prefetch, init, device, init_fn)
     precision = precision or Precision()
-    if device is not None:
-        move(model, device)
-    specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
-    strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
-    where = check_parameters(specs) or default_device(device, mesh)
-    _check_split(specs, precision)
-    transport = Comm(mesh, where, comm)
+    specs: list[UnitSpec] = []
+    strategies: list[Strategy] = []
+    where, failure = None, None
+    try:
+        _check_arguments(model, comm, prefetch, init, device, init_fn)
+        if device is not None:
+            move(model, device)
+        specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
+        strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
+        where = check_parameters(specs)
+        _check_split(specs, precision)
+    except Exception as error:
+        failure = error  # for the other ranks to know, who are about to meet this one
+    if where is None:
+        where = _device_of(model) or default_device(None if failure else device, mesh)
+    transport = Comm(mesh, where, comm, failure)
     meta = on_meta(model)
     if transport.world > 1 and init != "trust":
         in_units = {name for spec in specs for owned in spec.params for name in owned.names}
@@ -116,21 +125,35 @@ def wrap(
             f"on meta outside of units: {sorted(meta.keys() - in_units)}"
         )
         agree.check(specs, transport, policy, strategies)
+    pool = Pool(1 + prefetch, where, transport.empty, transport.give_back)
+    sharder = Sharder(model, precision, transport, where, meta)
     materializer, unusable = None, ""
-    if init_fn is not None:
-        materializer = Materializer(model, specs, init_fn, where, transport)
-    else:
-        if meta:
-            unusable = allocate_outside(model, specs, where)
-        agree.values(specs, transport, init)
-    pool = Pool(1 + prefetch, where, transport.empty, transport.shards.give_back)
+    made: list[tuple[list[Flat], list[Place]]] = []
+    try:
+        if init_fn is not None:
+            materializer = Materializer(model, specs, init_fn, where, transport)
+        else:
+            if meta:
+                unusable = allocate_outside(model, specs, where)
+            agree.values(specs, transport, init)
+        for spec, chosen in zip(specs, strategies, strict=True):
+            if materializer is not None:
+                materializer.fill(spec)
+                agree.values([spec], transport, init)
+            made.append(sharder.shard(spec, chosen))
+        sharder.reserve(pool)
+        transport.settle()
+    except CommError:
+        raise  # the other ranks do not come to undo anything
+    except Exception:
+        made.clear()
+        sharder.undo()
+        raise
     built: list[Unit] = []
-    for index, (spec, chosen) in enumerate(zip(specs, strategies, strict=True)):
-        if materializer is not None:
-            materializer.fill(spec)
-            agree.values([spec], transport, init)
+    for index, (spec, chosen, (flats, places)) in enumerate(
+        zip(specs, strategies, made, strict=True)
+    ):
         parent = None if spec.parent is None else built[spec.parent]
-        flats, places = _shard(spec, chosen, precision, transport, where)
         built.append(Unit(spec, index, parent, chosen, flats, places, transport, pool))
     pool.reserve([unit.slot_bytes for unit in built])
     if where.type == "cpu":
@@ -180,6 +203,12 @@ def _check_arguments(
         raise InputError(f"init_fn={init_fn!r}: expected a function of a module")
 
 
+def _device_of(model: object) -> torch.device | None:
+    """Where the parameters are, of a model that may make no sense otherwise."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((param.device for param in params if not param.is_meta), None)
+
+
 def _ignored_parameters(
     model: nn.Module, ignored: Iterable[str | nn.Parameter | nn.Module]
 ) -> list[nn.Parameter]:
@@ -205,22 +234,3 @@ def _check_split(specs: Sequence[UnitSpec], precision: Precision) -> None:
             f"Precision(master='split') needs bf16 compute, and the parameters are {dtypes}: pass "
             "compute=torch.bfloat16"
         )
-
-
-def _shard(
-    spec: UnitSpec, strategy: Strategy, precision: Precision, comm: Comm, device: torch.device
-) -> tuple[list[Flat], list[Place]]:
-    """Make a unit's flat buffers, and put the sharded parameters in place of the whole ones."""
-    flats: list[Flat] = []
-    places: list[Place] = []
-    for number, (dtypes, group) in enumerate(flat_groups(spec, precision)):
-        params = [owned.param for owned in group]
-        names = [owned.names for owned in group]
-        flat = Flat(names, params, dtypes, strategy, comm, device)
-        for segment, owned in enumerate(group):
-            # See [Note: one object, two faces].
-            swap_contents(owned.name, owned.param, flat.params[segment], owned.holders)
-            flat.params[segment] = owned.param  # type: ignore[call-overload]
-            places += [Place(m, attribute, number, segment) for m, attribute in owned.places]
-        flats.append(flat)
-    return flats, places

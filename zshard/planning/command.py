@@ -13,8 +13,8 @@ import torch
 
 from .. import bench
 from ..errors import InputError
-from ..peer import Transport
 from ..precision import Precision
+from ..transport import Transport
 from .fit import STRATEGIES
 from .footprint import STATES
 from .machine import MACHINES, Link

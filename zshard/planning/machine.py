@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
-from ..peer import Transport
+from ..transport import Transport
 from .work import Call, Work
 
 _LINKS = ("gather", "reduce", "network", "shared")

@@ -8,9 +8,9 @@ from typing import Any, Protocol, get_args
 from torch import nn
 
 from ..errors import InputError
-from ..peer import Transport
 from ..precision import Precision
 from ..strategy import Choice, zero_name
+from ..transport import Transport
 from .check import check
 from .fit import Alternative, Fit, alternatives, fit
 from .footprint import (

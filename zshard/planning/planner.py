@@ -11,9 +11,9 @@ from torch import nn
 
 from ..errors import InputError
 from ..layout import Layout
-from ..peer import Transport
 from ..precision import Precision
 from ..strategy import Choice, strategy_of
+from ..transport import Transport
 from ..unitmap import Units, UnitSpec, flat_groups, unit_map
 from .fit import require_bytes
 from .footprint import (
@@ -106,6 +106,7 @@ def plan(
     nccl = torch.cuda.is_available() and (on is None or not on.sums_on_host)
     if backend is not None:
         nccl = backend == "nccl"
+    nccl = nccl and comm != "peer"  # every rank's row is read
     with _ALONE:
         built = model_of(model, context)
         specs = unit_map(built, units, ())

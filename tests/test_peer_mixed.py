@@ -1,0 +1,133 @@
+"""Two models over one group, one over each transport: they train, and ranks find each other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from ranks import RankFailure, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zshard
+from zshard.wrap import schedule_of
+
+
+def pair(first: str, second: str, mesh: object = None) -> list[nn.Module]:
+    """Two models wrapped in this order."""
+    wrapped = [
+        zshard.wrap(models.build("odd_parameters"), comm=c, mesh=mesh) for c in (first, second)
+    ]
+    kinds = [schedule_of(model).comm.shards.in_memory for model in wrapped]
+    assert kinds == [comm == "peer" for comm in (first, second)]
+    return wrapped
+
+
+def alternates(rank: int, world_size: int, first: str, second: str) -> list[torch.Tensor]:
+    """A step of each in turn; then the one's forward and backward inside the other's step."""
+    both = pair(first, second)
+    optimizers = [zshard.AdamW(model.parameters(), lr=1e-2) for model in both]
+    seen = []
+    for step, batch in enumerate(models.batches("odd_parameters", 6, rank)):
+        if step < 3:
+            losses = []
+            for model, optimizer in zip(both, optimizers, strict=True):
+                losses.append(model(batch).square().mean())
+                losses[-1].backward()
+                zshard.clip_grad_norm_(model, 0.1)
+                optimizer.step()
+        else:
+            losses = [model(batch).square().mean() for model in both]
+            for loss in losses[:: 1 if step % 2 else -1]:
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        seen += [loss.detach() for loss in losses]
+    return seen + [v for model in both for v in zshard.state_dict(model).values()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("first", "second"), [("group", "peer"), ("peer", "group")])
+def test_a_model_over_each_transport_train_alternately_to_the_same_bits(
+    first: str, second: str, world_size: int
+) -> None:
+    mixed = run_ranks(alternates, world_size, first, second, timeout=40)
+    wanted = run_ranks(alternates, world_size, "group", "group", timeout=40)
+    for ours, theirs in zip(mixed, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def in_different_models(rank: int, world_size: int, first: str, second: str, hsdp: bool) -> str:
+    mesh = init_device_mesh("cpu", (2, 2)) if hsdp else None
+    both, batch = pair(first, second, mesh), models.batches("odd_parameters", 1, 0)[0]
+    for model in both:
+        model(batch)
+    with pytest.raises(zshard.MismatchError) as raised:
+        both[rank % 2](batch)
+    loss = both[0](batch).square().mean() + both[1](batch).square().mean()
+    loss.backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("hsdp", [False, True])
+@pytest.mark.parametrize(("first", "second"), [("group", "peer"), ("peer", "group")])
+def test_ranks_that_run_different_ones_of_them_are_told_so(
+    first: str, second: str, hsdp: bool
+) -> None:
+    for said in run_ranks(in_different_models, 4 if hsdp else 2, first, second, hsdp, timeout=30):
+        assert "rank 0: a forward, of wrapped model" in said
+        assert "rank 1: a forward, of wrapped model" in said
+
+
+def outlives(rank: int, world_size: int) -> list[bool]:
+    """What shares memory goes, on each rank at another time; the other model goes on."""
+    gc.disable()
+    both, batch = pair("group", "peer"), models.batches("odd_parameters", 1, 0)[0]
+    losses = []
+    for step in range(3):
+        if step == rank:
+            del both[1:]
+            gc.collect()
+        losses.append(both[0](batch).square().mean())
+        losses[-1].backward()
+    again = zshard.wrap(models.build("odd_parameters"), comm="peer")
+    again(batch).square().mean().backward()
+    both[0](batch).square().mean().backward()
+    return [bool(loss.isfinite()) for loss in losses]
+
+
+def test_one_of_them_may_be_deleted_at_another_time_on_every_rank() -> None:
+    assert run_ranks(outlives, 3, timeout=30) == [[True] * 3] * 3
+
+
+def dies(rank: int, world_size: int, first: str, second: str, at: int, folder: str) -> None:
+    both = pair(first, second)
+    try:
+        for step, batch in enumerate(models.batches("odd_parameters", 3, rank)):
+            for number, model in enumerate(both):
+                loss = model(batch).square().mean()
+                if (rank, step, number) == (1, 1, at):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+    except zshard.CommError as error:
+        Path(folder, str(rank)).write_text(str(error))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(("first", "second"), [("group", "peer"), ("peer", "group")])
+def test_a_rank_killed_in_either_is_named(first: str, second: str, at: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as caught:  # the others have 2 s from then on
+        run_ranks(dies, 3, first, second, at, str(tmp_path))
+    assert "rank 1 was killed by SIGKILL" in str(caught.value)
+    for rank in (0, 2):
+        assert f"rank {rank} returned" in str(caught.value)
+        said = (tmp_path / str(rank)).read_text()
+        assert re.search(r"rank 1 \(process \d+\) has ended\. It was seen last at", said), said

@@ -1,0 +1,196 @@
+"""comm="auto" and "peer" at wrap: who can, who asks for what, and what one rank alone refuses."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import weakref
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import zshard
+from zshard import discovery
+from zshard.comm import Comm
+from zshard.wrap import schedule_of
+
+
+def transport_of(model: torch.nn.Module) -> str:
+    return "peer" if schedule_of(model).comm.shards.in_memory else "group"
+
+
+def out_of_reach(rank: int, world_size: int, comm: str) -> str:
+    """Rank 2 is on another host, as far as it can tell."""
+    if rank == 2:
+        discovery._check = lambda place: "no such process here"
+    try:
+        return transport_of(zshard.wrap(models.build("odd_parameters"), comm=comm))
+    except zshard.WrapError as error:
+        return str(error)
+
+
+@pytest.fixture
+def auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the environment stands in for it."""
+    monkeypatch.setenv("ZSHARD_COMM", "auto")
+
+
+@pytest.mark.usefixtures("auto")
+def test_a_rank_out_of_reach_is_named_on_every_rank_and_auto_takes_the_group() -> None:
+    assert run_ranks(out_of_reach, 3, "auto") == ["group"] * 3
+    for said in run_ranks(out_of_reach, 3, "peer"):
+        assert "comm='peer': rank 2 of 3" in said
+        assert "no such process here" in said
+        assert "comm='group'" in said
+
+
+def out_of_reach_in_one_replica(rank: int, world_size: int) -> str:
+    if rank == 3:
+        discovery._check = lambda place: "no such process here"
+    mesh = init_device_mesh("cpu", (2, 2))
+    with pytest.raises(zshard.WrapError) as raised:
+        zshard.wrap(models.build("odd_parameters"), comm="peer", mesh=mesh)
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_a_rank_out_of_reach_is_named_on_the_ranks_of_all_replicas() -> None:
+    for said in run_ranks(out_of_reach_in_one_replica, 4, timeout=20):
+        assert "comm='peer': rank 1 (global rank 3) of 2" in said
+        assert "no such process here" in said
+
+
+def chosen(rank: int, world_size: int, comm: str) -> str:
+    return transport_of(zshard.wrap(models.build("odd_parameters"), comm=comm))
+
+
+@pytest.mark.usefixtures("auto")
+def test_auto_takes_shared_memory_where_every_rank_can() -> None:
+    assert run_ranks(chosen, 3, "auto") == ["peer"] * 3
+    assert run_ranks(chosen, 3, "group") == ["group"] * 3
+
+
+def said_of(rank: int, world_size: int, variable: str, comm: str) -> str:
+    if rank == 1:
+        os.environ["ZSHARD_COMM"] = variable
+    with pytest.raises(zshard.Error) as raised:
+        chosen(rank, world_size, comm)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.usefixtures("auto")
+def test_ranks_that_ask_for_different_transports_are_refused_on_every_rank() -> None:
+    for said in run_ranks(said_of, 2, "group", "auto"):
+        assert said.startswith("MismatchError: the ranks ask for different transports")
+        assert "('auto', 'group')" in said
+
+
+def test_a_variable_that_names_no_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZSHARD_COMM", "pear")
+    for said in run_ranks(said_of, 2, "pear", "auto"):
+        assert said == "InputError: ZSHARD_COMM='pear': expected 'auto', 'group' or 'peer'"
+
+
+def test_one_rank_needs_no_transport() -> None:
+    assert chosen(0, 1, "peer") == "group"
+    with pytest.raises(zshard.InputError, match="'auto', 'group' or 'peer'"):
+        zshard.wrap(models.build("odd_parameters"), comm="pear")
+
+
+def says_alone(rank: int, world_size: int, mesh_shape: tuple[int, ...]) -> str:
+    """The last rank's environment names no transport, and it stands alone with it."""
+    if rank == world_size - 1:
+        os.environ["ZSHARD_COMM"] = "pear"
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = models.build("odd_parameters")
+    with pytest.raises(zshard.Error) as raised:
+        zshard.wrap(model, mesh=mesh)
+    os.environ["ZSHARD_COMM"] = "peer"
+    dist.barrier()
+    assert transport_of(zshard.wrap(model, mesh=mesh)) == "peer", "the model was left as it was"
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.usefixtures("auto")
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)])
+def test_a_variable_that_is_wrong_on_one_rank_alone_is_refused_on_all(
+    mesh_shape: tuple[int, ...],
+) -> None:
+    *others, own = run_ranks(says_alone, math.prod(mesh_shape), mesh_shape, timeout=30)
+    wrong = "ZSHARD_COMM='pear': expected 'auto', 'group' or 'peer'"
+    assert own == f"InputError: {wrong}"
+    assert set(others) == {f"InputError: rank {len(others)}: {wrong}"}
+
+
+def asks_in_one_replica(rank: int, world_size: int) -> str:
+    if rank >= 2:
+        os.environ["ZSHARD_COMM"] = "group"
+    with pytest.raises(zshard.MismatchError) as raised:
+        zshard.wrap(models.build("odd_parameters"), mesh=init_device_mesh("cpu", (2, 2)))
+    return str(raised.value)
+
+
+@pytest.mark.usefixtures("auto")
+def test_replicas_that_ask_for_different_transports_are_refused_on_every_rank() -> None:
+    for said in run_ranks(asks_in_one_replica, 4, timeout=30):
+        assert "comm=('auto', 'auto', 'group', 'group'), by rank" in said
+
+
+kMistakes = {
+    "an option": {"prefetch": -1},
+    "a unit": {"units": ["nobody"]},
+    "a parameter": {"ignored": ["nobody"]},
+    "a callable": {"strategy": lambda name, module: 1 // 0},
+    "a parameter's dtype": {},
+}
+
+
+def mistakes_one(rank: int, world_size: int, comm: str, which: str) -> str:
+    model = models.build("odd_parameters")
+    if rank == 1 and which == "a parameter's dtype":
+        model.odd = torch.nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
+    before = {name: id(param) for name, param in model.named_parameters()}
+    with pytest.raises((zshard.Error, ZeroDivisionError)) as raised:
+        zshard.wrap(model, comm=comm, **(kMistakes[which] if rank == 1 else {}))
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+    if rank == 1 and which == "a parameter's dtype":
+        del model.odd
+    zshard.wrap(model, comm=comm)(models.batches("odd_parameters", 1, rank)[0])
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize("which", kMistakes)
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_what_one_rank_finds_wrong_before_it_wraps_is_an_error_on_all(
+    comm: str, which: str
+) -> None:
+    other, own = run_ranks(mistakes_one, 2, comm, which, timeout=30)
+    kind, _, text = own.partition(": ")
+    if kind == "ZeroDivisionError":
+        kind, text = "WrapError", own
+    assert other == f"{kind}: rank 1: {text}"
+
+
+def let_go(rank: int, world_size: int) -> list[bool]:
+    """Whether what is lent, and the group, are there; and whether they have gone."""
+    gc.collect()
+    gc.disable()
+    group = dist.new_group(list(range(world_size)))
+    shards = Comm(group, torch.device("cpu"), "peer").shards
+    shards.empty(1 << 20, torch.float32)
+    held = [weakref.ref(shards), weakref.ref(group)]
+    before = [ref() is not None for ref in held]
+    del shards
+    dist.destroy_process_group(group)
+    del group
+    gc.enable()
+    return before + [ref() is None for ref in held]
+
+
+def test_what_is_lent_goes_at_once_and_no_cycle_keeps_the_group() -> None:
+    assert run_ranks(let_go, 2) == [[True] * 4] * 2

@@ -1,0 +1,177 @@
+"""An error in wrap, on any rank and at any unit, is one on all; the model is as it was before."""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zshard
+from zshard import sharding
+
+kWidth = 9
+
+
+class Odd(nn.Module):
+    """Three units, and a root with a tied weight, a buffer, an LSTM and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(kWidth, kWidth) for _ in range(3))
+        self.blocks[1].weight = nn.Parameter(torch.randn(kWidth, kWidth).t())
+        self.head = nn.Linear(kWidth, kWidth)
+        self.head.weight = self.blocks[0].weight
+        self.recurrent = nn.LSTM(kWidth, kWidth)
+        self.frozen = nn.Parameter(torch.ones(kWidth), requires_grad=False)
+        self.coarse = nn.Parameter(torch.ones(kWidth, dtype=torch.float16))
+        self.register_buffer("scale", torch.full((kWidth,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        x, _ = self.recurrent(x + self.coarse.to(x.dtype))
+        return self.head(x) * self.scale.to(x.dtype) * self.frozen
+
+
+def built() -> Odd:
+    torch.manual_seed(0)
+    model = Odd()
+    model.blocks[2].weight.note = "of the user"
+    model.blocks[2].register_forward_hook(lambda module, args, output: output * 2)
+    model.head.bias.register_hook(lambda grad: grad * 3)
+    return model
+
+
+def facts(model: nn.Module) -> list[object]:
+    """What there is to be the same; values as bytes."""
+    found: list[object] = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        values = param.detach().contiguous().view(-1).view(torch.uint8).tolist()
+        about = param.requires_grad, param.dtype, param.shape, param.stride()
+        found.append((name, id(param), type(param), about, getattr(param, "note", ""), values))
+    for name, module in model.named_modules():
+        hooks = list(module._forward_pre_hooks), list(module._forward_hooks)
+        found.append((name, hooks, sorted(vars(module))))
+    return found
+
+
+def stepped(model: nn.Module) -> list[torch.Tensor]:
+    """Whole gradients of one backward, of the same data on all ranks."""
+    model(torch.linspace(-1, 1, 3 * kWidth).view(3, kWidth)).square().mean().backward()
+    if not hasattr(model, "_zshard_schedule"):
+        return [p.grad.float() for p in model.parameters() if p.grad is not None]
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    return [zshard.full_grad(model, name).float() for name in names]
+
+
+class Fault:
+    """What goes wrong on this rank as the unit of the third block is sharded."""
+
+    def __init__(self, kind: str, model: Odd) -> None:
+        self.kind, self.held, self.flat = kind, [], sharding.Flat
+        if kind == "a weak reference":
+            self.held.append(weakref.ref(model.blocks[2].bias))
+        elif kind == "a graph":
+            self.held.append(model.blocks[2].bias.square())
+        elif kind == "an allocation":
+            sharding.Flat = self.made
+
+    def made(self, names: list[tuple[str, ...]], *args: object) -> object:
+        if "blocks.2" in names[0][0]:
+            raise RuntimeError("can't allocate memory")
+        return self.flat(names, *args)
+
+    def end(self) -> None:
+        sharding.Flat = self.flat
+        self.held.clear()
+
+
+def undone(
+    rank: int, world_size: int, comm: str, kind: str, shape: tuple[int, ...], options: dict
+) -> str:
+    mesh = init_device_mesh("cpu", shape)
+    wanted = stepped(zshard.wrap(built(), mesh=mesh, comm=comm, **options))
+    plain = stepped(built())
+    model = built()
+    before = facts(model)
+    fault = Fault(kind if rank == world_size - 1 else "", model)
+    with pytest.raises((zshard.Error, RuntimeError)) as raised:
+        zshard.wrap(model, mesh=mesh, comm=comm, **options)
+    said = f"{type(raised.value).__name__}: {raised.value}"
+    fault.end()
+    assert facts(model) == before
+    assert all(map(torch.equal, stepped(model), plain)), "hooks, too"
+    model.zero_grad()
+    again = stepped(zshard.wrap(model, mesh=mesh, comm=comm, **options))
+    assert all(map(torch.equal, again, wanted))
+    return said
+
+
+kOptions = {
+    "zero3": {},
+    "zero2": {"strategy": "zero2"},
+    "ddp": {"strategy": "ddp"},
+    "bf16": {"precision": zshard.Precision.bf16()},
+    "split": {"precision": zshard.Precision.bf16(master="split")},
+}
+
+
+@pytest.mark.parametrize(
+    ("comm", "kind", "shape", "options"),
+    [
+        *((comm, "a weak reference", (2,), "zero3") for comm in ("group", "peer")),
+        *(("peer", "an allocation", (2,), options) for options in kOptions),
+        *((comm, "an allocation", (2, 2), "zero3") for comm in ("group", "peer")),
+        ("group", "a graph", (3,), "split"),
+        ("group", "an allocation", (1,), "bf16"),
+    ],
+)
+def test_an_error_at_a_later_unit_on_one_rank_leaves_all_models_as_they_were(
+    comm: str, kind: str, shape: tuple[int, ...], options: str
+) -> None:
+    world_size = math.prod(shape)
+    *others, own = run_ranks(undone, world_size, comm, kind, shape, kOptions[options], timeout=40)
+    expected = "can't allocate memory" if kind == "an allocation" else "blocks.2.bias cannot be"
+    assert expected in own
+    for said in others:
+        assert said.startswith(f"WrapError: rank {len(others)}: ")
+        assert expected in said
+
+
+def lost_meta(rank: int, world_size: int, init: bool) -> list[str]:
+    """A model without values fails at its third block, and is wrapped again."""
+
+    def fill(module: nn.Module) -> None:
+        with torch.no_grad():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.copy_(torch.randn(tensor.shape))
+
+    options = {"init_fn": fill} if init else {}
+    with torch.device("meta"):
+        model, other = built(), built()
+    before = [(name, id(p), p.device, p.stride()) for name, p in model.named_parameters()]
+    fault = Fault("an allocation" if rank == 1 else "", model)
+    with pytest.raises((zshard.Error, RuntimeError)) as raised:
+        zshard.wrap(model, **options)
+    fault.end()
+    assert [(name, id(p), p.device, p.stride()) for name, p in model.named_parameters()] == before
+    assert all(buffer.is_meta for buffer in model.buffers())
+    torch.manual_seed(1)
+    zshard.wrap(model, **options)
+    if init:
+        torch.manual_seed(1)
+        zshard.wrap(other, **options)
+        assert all(map(torch.equal, stepped(model), stepped(other)))
+    return [str(raised.value)]
+
+
+@pytest.mark.parametrize("init", [False, True])
+def test_a_model_without_values_has_none_after_an_error(init: bool) -> None:
+    (other,), (own,) = run_ranks(lost_meta, 2, init, timeout=40)
+    assert own == "can't allocate memory"
+    assert other == "rank 1: RuntimeError: can't allocate memory"

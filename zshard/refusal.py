@@ -1,0 +1,58 @@
+"""What one rank refuses, all refuse: its error is told to the others before they go on together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from . import errors
+from .errors import Error
+from .shared import NoSharedMemory
+
+if TYPE_CHECKING:
+    from .comm import Comm, Tag
+
+
+class Refusal(NamedTuple):
+    """An error as one rank tells it to the others."""
+
+    kind: str  # name of the class of zshard's errors that it is of
+    text: str
+    lack: bool = False  # all that is wrong is too little memory to share; says which rank's
+
+    @classmethod
+    def of(cls, failure: Exception | None) -> Refusal | None:
+        """None if there is none."""
+        if failure is None:
+            return None
+        if not isinstance(failure, Error):
+            return cls("WrapError", f"{type(failure).__name__}: {failure}")
+        kinds = [kind.__name__ for kind in type(failure).__mro__]
+        kind = next(kind for kind in kinds if hasattr(errors, kind))
+        return cls(kind, str(failure), lack=isinstance(failure, NoSharedMemory))
+
+
+def tell(failure: Exception | None, comm: Comm, tag: Tag) -> list[Refusal | None]:
+    """What all ranks refuse, in the order of ``Comm.place``; [] if none does."""
+    words = comm.all_gather_words([failure is not None], tag)
+    if not any(refuses for (refuses,) in words):
+        return []
+    return cast("list[Refusal | None]", comm.all_gather_object(Refusal.of(failure), tag))
+
+
+def raise_together(failure: Exception | None, everyone: Sequence[Refusal | None]) -> None:
+    """Raise if any rank has refused: this rank's own error, or one that names another rank.
+
+    Args:
+        failure: this rank's error.
+        everyone: what all ranks have told, in the order of ``Comm.place``.
+
+    Raises:
+        Error: of the kind that the first of these ranks has raised.
+    """
+    if failure is not None:
+        raise failure
+    for rank, refusal in enumerate(everyone):
+        if refusal is not None:
+            text = refusal.text if refusal.lack else f"rank {rank}: {refusal.text}"
+            raise getattr(errors, refusal.kind)(text)

@@ -1,0 +1,157 @@
+"""Which transport the ranks of a sharding group take: the same one on all ranks of all replicas."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast, get_args
+from weakref import WeakSet
+
+import torch
+
+from .discovery import close_all, find_each_other
+from .errors import InputError, MismatchError, WrapError
+from .groups import Ranks
+from .neighbours import Neighbours, known
+from .peer import PeerRanks
+from .refusal import Refusal, raise_together
+from .shared import NoSharedMemory
+from .symmetric import SymmetricRanks
+
+Transport = Literal["auto", "group", "peer"]
+
+_LOG = logging.getLogger("zshard")
+
+
+def asked_for(
+    transport: Transport, failure: Exception | None
+) -> tuple[Transport, Exception | None]:
+    """What this rank asks for, by its argument or else its environment; and what is wrong.
+
+    Args:
+        failure: what was wrong before.
+    """
+    if transport != "auto":
+        return transport, failure
+    given = os.environ.get("ZSHARD_COMM", transport)
+    if given not in get_args(Transport):
+        wrong = InputError(f"ZSHARD_COMM={given!r}: expected 'auto', 'group' or 'peer'")
+        return transport, failure or wrong
+    return cast("Transport", given), failure
+
+
+def token_of(shards: Ranks) -> str:
+    """What the ranks have in common that share memory already; see ``Neighbours``."""
+    there = known.get(id(shards.group))
+    return there.token if there else ""
+
+
+def agree_on_transport(
+    told: Sequence[object], failure: Exception | None, shards: Ranks, replica: int
+) -> None:
+    """See that no rank has found anything wrong, and that all ask for one transport.
+
+    Args:
+        told: (transport, refusal, token) of every rank; failure: this rank's own.
+        shards: learn here whether they share memory already; replica: which one's they are.
+
+    Raises:
+        Error: on every rank, if one has found anything wrong.
+        MismatchError: on every rank, if they ask for different transports.
+    """
+    each = cast("Sequence[tuple[str, Refusal | None, str]]", told)
+    asked, refusals, tokens = zip(*each, strict=True)
+    raise_together(failure, refusals)
+    if len(set(asked)) > 1:
+        raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
+    ours = set(tokens[replica * shards.size : (replica + 1) * shards.size])
+    if len(ours) == 1 and "" not in ours:
+        shards.neighbours = known[id(shards.group)]
+
+
+# Of the models that are wrapped, whichever way.
+_WRAPPED: WeakSet[Ranks] = WeakSet()
+
+
+def meet_in_one_place(shards: Ranks) -> None:
+    """Have a rank in a meeting of one model find those in a meeting of another over this group.
+
+    Where one of these models shares memory, all of them meet there. All ranks come here together,
+    once they have wrapped a model.
+    """
+    for other in _WRAPPED:
+        if other.group is shards.group and other.neighbours is None:
+            other.neighbours = shards.neighbours
+    _WRAPPED.add(shards)
+
+
+class _Hindrance(NamedTuple):
+    """Why ranks do not read each other's memory."""
+
+    text: str  # names the rank
+    lack: bool  # of memory; otherwise they are out of reach
+
+
+def over_memory(
+    transport: Transport, shards: Ranks, replicas: Ranks, device: torch.device
+) -> Ranks:
+    """``shards`` over shared memory if that is asked for; for "auto", where all of them can.
+
+    Raises:
+        WrapError: on every rank, for "peer" where a rank cannot reach another's memory.
+    """
+    if shards.size == 1 or transport == "group":
+        return shards
+    first = shards.rank == replicas.rank == 0
+    if transport == "auto" and device.type == "cuda":
+        if first:
+            _LOG.info("comm='group': GPUs read each other's memory where comm='peer' asks for it")
+        return shards
+    carried, hindrance = _reached(shards, device)
+    if replicas.size > 1:
+        everyone = cast("list[_Hindrance | None]", replicas.all_gather_object(hindrance))
+        hindrance = hindrance or next(filter(None, everyone), None)
+    if carried is not None and hindrance is None:
+        if first:
+            _LOG.info("comm='peer': the %d ranks read each other's memory", shards.size)
+        return carried
+    assert hindrance is not None
+    if transport == "auto":
+        if first:
+            say_fallback(hindrance.text, logging.WARNING if hindrance.lack else logging.INFO)
+        return shards
+    if hindrance.lack:
+        raise NoSharedMemory(hindrance.text)
+    raise WrapError(
+        f"comm='peer': {hindrance.text}. Ranks have to be processes of one user on one Linux "
+        "host; comm='group' goes through the process group."
+    )
+
+
+def say_fallback(why: str, level: int) -> None:
+    """Have the log say that "auto" has become the process group; for one rank to call."""
+    _LOG.log(level, "comm='group', because of %s", why)
+
+
+def _reached(ranks: Ranks, device: torch.device) -> tuple[Ranks | None, _Hindrance | None]:
+    """``ranks`` over shared memory, or what hinders them; alike on all of them."""
+    group = ranks.group
+    assert group is not None
+    if ranks.neighbours is not None:
+        return PeerRanks(group, device, ranks.neighbours), None
+    lives, problem = find_each_other(ranks, device)
+    problems = [str(each) for each in ranks.all_gather_object(problem)]
+    if any(problems):
+        close_all([life.fd for life in lives])
+        rank = next(rank for rank, each in enumerate(problems) if each)
+        text = f"{ranks.name(rank)} of {ranks.size}: {problems[rank]}"
+        return None, _Hindrance(text, lack=False)
+    if device.type == "cuda":
+        close_all([life.fd for life in lives])  # a barrier's timeout tells that a rank is missing
+        return SymmetricRanks(group, device), None
+    try:
+        there = known[id(group)] = Neighbours(ranks, group, lives)
+    except NoSharedMemory as error:
+        return None, _Hindrance(str(error), lack=True)
+    return PeerRanks(group, device, there), None
