@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
 
 from . import ops
 from .errors import WrapError
@@ -61,15 +60,19 @@ class TorchAllocator:
 
     def allocate(self, nbytes: int, ranks: Ranks) -> torch.Tensor:
         """See ``Allocator``."""
+        from torch._C._distributed_c10d import _SymmetricMemory  # not every build has it
+
         # Not `torch.distributed._symmetric_memory.empty`, which may give part of what a pool holds.
         own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, ranks.device)
         return own.zero_()
 
     def join(self, own: torch.Tensor, ranks: Ranks) -> Extent:
         """See ``Allocator``."""
+        from torch.distributed import _symmetric_memory  # loads much that only this needs
+
         group = ranks.group
         assert group is not None
-        handle = _SymmetricMemory.rendezvous(own, group.group_name)
+        handle = _symmetric_memory.rendezvous(own, group)
         rows = [handle.get_buffer(rank, own.shape, torch.uint8) for rank in range(ranks.size)]
         rows[ranks.rank] = own  # which has the memory live on
         milliseconds = round(timeout_of(group, ranks.device).total_seconds() * 1e3)
