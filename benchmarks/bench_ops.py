@@ -16,7 +16,7 @@ import torch
 from command import LOOK, check, make_parser, positive, write
 from environment import describe, headline
 from op_cases import Case, cast_case, copy_side, gather_case, pack_case, reduce_case
-from optim_cases import adamw_case, phase_case
+from optim_cases import adamw_case, fused_case, phase_case
 from protocol import Effort, NotCapturable, Result, Side, aligned, measure, table
 from stream import compile_stream
 from tqdm import tqdm
@@ -49,6 +49,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     found += [adamw_case(name, stream=stream, apart=name == "odd") for name in updated]
     found.append(adamw_case("1,000 small", stream=stream, apart=True))
     found += [adamw_case(name, stream=stream, grad=_BF16) for name in phased]
+    found += [fused_case(name, dtype, ranks) for dtype in (_BF16, _FP32) for name in phased]
     found += [
         phase_case(name, grad, norm=norm)
         for norm in (False, True)

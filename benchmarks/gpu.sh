@@ -87,12 +87,13 @@ if [[ $device == cuda ]]; then
     # reading past a tensor's end is seen.
     stage "compute-sanitizer" 120 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         compute-sanitizer --tool memcheck --error-exitcode 86 \
-        "$python" -m pytest tests/test_ops_{pack,cast,peers,reduce,optim,sgd}.py -m cuda -q \
+        "$python" -m pytest tests/test_ops_{pack,cast,peers,reduce,reduce_adamw,optim,sgd}.py -m cuda -q \
         -p no:cacheprovider --maxfail=5
-    # The kernels whose threads share memory: sums of squares, and the optimizers' prologue.
+    # The kernels whose threads share memory: sums of squares, gradients on their way into AdamW,
+    # and the optimizers' prologue.
     stage "racecheck" 60 compute-sanitizer --tool racecheck --error-exitcode 86 \
-        "$python" -m pytest tests/test_ops_reduce.py tests/test_ops_optim.py -m cuda -q \
-        -p no:cacheprovider -k "into_a_large_buffer or thousand_small_shards"
+        "$python" -m pytest tests/test_ops_{reduce,reduce_adamw,optim}.py -m cuda -q \
+        -p no:cacheprovider -k "into_a_large_buffer or thousand_small_shards or more_segments"
     quick=()
     models=(100m 350m)
     tokens=1024

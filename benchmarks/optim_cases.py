@@ -105,6 +105,11 @@ class _State:
             skip=skip,
         )
 
+    def fused_step(self, peers: list[Tensor], scale: float) -> None:
+        shard = (self.masters[0], None, self.exp_avgs[0], self.exp_avg_sqs[0])
+        tables = (self.segments, self.hypers, self.steps)
+        ops.reduce_adamw_(*shard, peers, self.sends[0], *tables, scale, self.stats[0])
+
     def factor(self) -> tuple[Tensor, Tensor]:
         """What multiplies the gradients (unscale and clip), and the non-finite flag, (1,) fp32."""
         stats = self.stats.sum(0)
@@ -247,6 +252,60 @@ def adamw_case(
 
     name = f"adamw {_NAMES[grad]} grads {workload}{' apart' if apart else ''}"
     return Case(name, nbytes, build)
+
+
+def fused_case(workload: str, peer: torch.dtype, ranks: int) -> Case:
+    """From the ranks' gradients to the parameters: reduce_adamw_ against the passes that it joins.
+
+    No clipping; the norm is measured all the same. All memory is local here.
+    """
+    numel = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload])
+    scale, rest = 1.0 / ranks, 26  # p, m, v read and written, the bf16 copy
+    nbytes = numel * (ranks * peer.itemsize + rest)
+
+    def build(device: torch.device, sets: int) -> list[Side]:
+        states = [
+            _State(workload, torch.float32, device, send=True, each=False) for _ in range(sets)
+        ]
+        shapes = ((numel,),) * ranks
+        peers = [random_tensors(shapes, peer, device) for _ in range(sets)]
+
+        def ours(i: int) -> None:
+            states[i].fused_step(peers[i], scale)
+
+        def apart(i: int) -> None:
+            ops.reduce_peers_(states[i].grads[0], peers[i], scale, stats=states[i].stats[0])
+            states[i].zshard_step()
+
+        def torch_sequence(i: int) -> None:
+            grad = states[i].grads[0].copy_(peers[i][0])
+            for other in peers[i][1:]:
+                grad.add_(other)
+            torch.linalg.vector_norm(grad.mul_(scale)).isfinite()
+            states[i].torch_passes()
+
+        def stale() -> None:
+            for state in states:
+                state.poison()
+
+        start, outcomes = states[0].snapshot(), []
+        for run in (apart, ours, torch_sequence):
+            states[0].restore(start)
+            stale()
+            run(0)
+            outcomes.append([states[0].masters[0].clone(), states[0].sends[0].clone()])
+        for wanted, fused, theirs, rounding in zip(*outcomes, (1e-5, 1e-2), strict=True):
+            same(fused, wanted, "reduce_adamw_")
+            same(theirs, wanted, "torch's sequence", rtol=rounding)
+        states[0].restore(start)
+        more = 8 * numel  # the gradient written and read
+        return [
+            Side("reduce_adamw_", ours, stale, nbytes),
+            Side("reduce_peers_ and adamw_", apart, stale, nbytes + more),
+            Side("torch sequence", torch_sequence, stale, nbytes + more),
+        ]
+
+    return Case(f"reduce+adamw {ranks} x {_NAMES[peer]} {workload}", nbytes, build)
 
 
 def phase_case(workload: str, grad: torch.dtype, *, norm: bool) -> Case:

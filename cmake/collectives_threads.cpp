@@ -1,6 +1,7 @@
 // Steps of ranks that read each other's memory, with threads as ranks and csrc/cpu's loops, under
 // ThreadSanitizer: gradients are packed while the others may still read the last ones, summed where
-// they lie, and gathered shards are written again only after all have read them.
+// they lie, and gathered shards are written again only after all have read them. Once so that
+// gradients are what is gathered, and once with AdamW in between, which writes what it lends.
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -25,6 +26,7 @@ struct Lent {
     alignas(64) Presence for_shard;
     alignas(64) float packed[2][kNumel];
     alignas(64) float shard[kShard];
+    alignas(64) Bf16 send[kShard];
 };
 
 int64_t gradient(int64_t rank, int64_t step, int64_t i) { return (rank + 1) * (step % 7) + i % 5; }
@@ -90,13 +92,94 @@ void train(std::vector<Lent>& lent, int64_t rank) {
     }
 }
 
+// A rank's part of a model that AdamW updates, in two segments with an element between them.
+struct Trained {
+    std::vector<float> master, exp_avg, exp_avg_sq;  // (numel,)
+    std::vector<Segment> segments;
+    std::vector<Adamw::Hyper> hypers;
+    std::vector<int64_t> steps{0, 0};
+
+    explicit Trained(int64_t numel)
+        : master(numel, 0.5f),
+          exp_avg(numel),
+          exp_avg_sq(numel),
+          segments{{0, 0, numel / 3}, {0, numel / 3 + 1, numel}},
+          hypers(2, {1e-2, 0.9, 0.99, 1e-8, 0.1, 1.0}) {}
+
+    OptimArgs<Adamw> args(const float* grad, Bf16* send) {
+        return {.shards = {{.master = master.data(),
+                            .low = nullptr,
+                            .states = {exp_avg.data(), exp_avg_sq.data()},
+                            .grad = grad,
+                            .send = send,
+                            .numel = static_cast<int64_t>(master.size())}},
+                .grad_dtype = Dtype::kFloat32,
+                .split = false,
+                .has_send = true,
+                .send_dtype = Dtype::kBfloat16,
+                .rows = {.num_segments = 2,
+                         .segments = segments.data(),
+                         .hypers = hypers.data(),
+                         .steps = steps.data(),
+                         .active = nullptr,
+                         .grad_scale = nullptr,
+                         .skip = nullptr}};
+    }
+};
+
+void train_fused(std::vector<Lent>& lent, int64_t rank) {
+    Rendezvous packed = meeting(lent, &lent[0].for_packed[0], rank);
+    Rendezvous shard = meeting(lent, &lent[0].for_shard, rank);
+    Trained mine(kShard);
+    std::vector<Trained> everyone(kRanks, Trained(kShard));  // the same, by adamw_
+    std::vector<float> sums(kShard);
+    std::vector<Bf16> full(kNumel), expected(kShard);
+    for (int64_t step = 0; step < kSteps / 3; ++step) {
+        check_equal(packed.await_departures(kLong), -1);
+        pack(lent[rank].packed[0], rank, step);
+        packed.arrive();
+        Rows slices{
+            .dtype = Dtype::kFloat32, .count = kRanks, .base = nullptr, .stride = 0, .peers = {}};
+        for (int64_t peer = 0; peer < kRanks; ++peer)
+            slices.peers[peer] = lent[peer].packed[0] + rank * kShard;
+        check_equal(packed.await_arrivals(kLong), -1);
+        check_equal(shard.await_departures(kLong), -1);
+        double stats[2];
+        cpu::reduce_adamw({mine.args(nullptr, lent[rank].send), slices, 1.0, stats});
+        packed.depart();
+        shard.arrive();
+        Rows sends{
+            .dtype = Dtype::kBfloat16, .count = kRanks, .base = nullptr, .stride = 0, .peers = {}};
+        for (int64_t peer = 0; peer < kRanks; ++peer) sends.peers[peer] = lent[peer].send;
+        check_equal(shard.await_arrivals(kLong), -1);
+        cpu::cast({full.data(), Dtype::kBfloat16, sends, kShard});
+        shard.depart();
+
+        for (int64_t owner = 0; owner < kRanks; ++owner) {
+            const int64_t first = owner * kShard;
+            for (int64_t i = 0; i < kShard; ++i)
+                sums[i] = first + i < kNumel - 2 ? float(sum_of_gradients(step, first + i)) : 0.0f;
+            cpu::adamw(everyone[owner].args(sums.data(), expected.data()));
+            for (int64_t i = 0; i < kShard; ++i)
+                if (i != kShard / 3)  // in no segment
+                    check_equal(convert<float>(full[first + i]), convert<float>(expected[i]),
+                                where("step", step, "owner", owner, "element", i));
+        }
+    }
+}
+
+void run_ranks(void (*body)(std::vector<Lent>&, int64_t)) {
+    std::vector<Lent> lent(kRanks);
+    std::vector<std::thread> ranks;
+    for (int64_t rank = 0; rank < kRanks; ++rank)
+        ranks.emplace_back([&lent, body, rank] { body(lent, rank); });
+    for (std::thread& rank : ranks) rank.join();
+}
+
 }  // namespace
 }  // namespace zshard
 
 int main() {
-    std::vector<zshard::Lent> lent(zshard::kRanks);
-    std::vector<std::thread> ranks;
-    for (int64_t rank = 0; rank < zshard::kRanks; ++rank)
-        ranks.emplace_back([&lent, rank] { zshard::train(lent, rank); });
-    for (std::thread& rank : ranks) rank.join();
+    zshard::run_ranks(zshard::train);
+    zshard::run_ranks(zshard::train_fused);
 }

@@ -1,17 +1,14 @@
 // csrc/cuda/*.cu on the host, by device/: every op leaves in memory what csrc/cpu/ leaves there, at
-// sizes, alignments and dtypes drawn with a fixed seed. Each array is an allocation of its own, so
-// that ASan sees an access beyond it, and is compared whole.
+// sizes, alignments and dtypes drawn with a fixed seed.
 #include <algorithm>
 #include <array>
-#include <cstring>
-#include <memory>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "check.h"
 #include "ops.h"
+#include "twins.h"
 
 // What cuda/launch.cu looks for in torch.
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t /*device*/, void** stream) {
@@ -22,108 +19,7 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t /*device*/, void**
 namespace zshard {
 namespace {
 
-using test::check_equal;
-using test::check_throws;
-using test::where;
-
-std::mt19937_64 generator;
-
-int64_t draw(int64_t low, int64_t high) {
-    return std::uniform_int_distribution<int64_t>(low, high)(generator);
-}
-
-bool one_in(int64_t n) { return draw(1, n) == 1; }
-
-// Around the places where tiles, blocks and vectors end, and others.
-int64_t draw_numel() {
-    const int64_t sizes[] = {0, 1, 3, 8, 255, 1024, 4095, 4096, 4097, 8191, 8193, draw(0, 20'000)};
-    return sizes[draw(0, std::size(sizes) - 1)];
-}
-
-Dtype draw_dtype() {
-    constexpr Dtype kAll[] = {Dtype::kFloat32, Dtype::kBfloat16, Dtype::kFloat16};
-    return kAll[draw(0, 2)];
-}
-
-// The same array twice: for the CPU and for the kernels.
-template <typename T>
-using Twin = std::array<T*, 2>;
-
-class Memory {
- public:
-    // Random bits, at times not at a multiple of 16 bytes.
-    template <typename T>
-    Twin<T> bits(int64_t numel) {
-        const Twin<char> twin = add(numel * int64_t{sizeof(T)}, sizeof(T));
-        return {reinterpret_cast<T*>(twin[0]), reinterpret_cast<T*>(twin[1])};
-    }
-
-    // Numbers in [low, 1): no NaN, whose bits are left open.
-    Twin<void> numbers(int64_t numel, Dtype dtype, float low = -1.0f) {
-        const Twin<char> twin = add(numel * size_of(dtype), size_of(dtype));
-        std::uniform_real_distribution<float> value(low, 1.0f);
-        const auto fill = [&](auto* data) {
-            for (int64_t i = 0; i < numel; ++i)
-                data[i] = convert<std::remove_pointer_t<decltype(data)>>(value(generator));
-        };
-        if (dtype == Dtype::kFloat64) {
-            fill(reinterpret_cast<double*>(twin[0]));
-        } else {
-            dispatch(dtype, [&](auto type) { fill(reinterpret_cast<decltype(type)*>(twin[0])); });
-        }
-        std::memcpy(twin[1], twin[0], numel * size_of(dtype));
-        return {twin[0], twin[1]};
-    }
-
-    // Both sides of an op, on the arguments that make(side) gives.
-    template <typename Args, typename Make, typename Context>
-    void check_same(void (*on_cpu)(const Args&), void (*on_device)(const Args&), const Make& make,
-                    const Context& context) const {
-        on_cpu(make(0));
-        on_device(make(1));
-        for (const Array& array : arrays_)
-            for (int64_t i = 0; i < array.bytes; ++i)
-                check_equal(int{array.data[1][i]}, int{array.data[0][i]}, [&](auto& out) {
-                    context(out);
-                    out << "array " << &array - arrays_.data() << " byte " << i - array.shift;
-                });
-    }
-
- private:
-    struct Array {
-        int64_t bytes, shift;
-        std::unique_ptr<char[]> data[2];
-    };
-
-    Twin<char> add(int64_t bytes, int64_t alignment) {
-        const int64_t shift = one_in(2) ? 0 : draw(0, 15) * alignment;
-        Array array{.bytes = bytes + shift, .shift = shift, .data = {}};
-        for (auto& data : array.data) data = std::make_unique<char[]>(array.bytes);
-        for (int64_t i = 0; i < array.bytes; ++i)
-            array.data[0][i] = array.data[1][i] = static_cast<char>(generator());
-        arrays_.push_back(std::move(array));
-        const auto& data = arrays_.back().data;
-        return {data[0].get() + shift, data[1].get() + shift};
-    }
-
-    std::vector<Array> arrays_;
-};
-
-// For both sides: rows of one array, or arrays of their own.
-std::array<Rows, 2> draw_rows(Memory& memory, Dtype dtype, int64_t count, int64_t numel) {
-    const bool apart = one_in(2);
-    // Rows of a flat buffer are aligned alike; others take another path.
-    const int64_t stride = one_in(2) ? (numel + 3) / 4 * 4 : numel + draw(0, 9);
-    std::array<Rows, 2> rows{};
-    const Twin<void> base = memory.numbers(apart ? 0 : (count - 1) * stride + numel, dtype);
-    for (const int side : {0, 1})
-        rows[side] = {dtype, count, apart ? nullptr : base[side], stride, {}};
-    for (int64_t rank = 0; apart && rank < count; ++rank) {
-        const Twin<void> peer = memory.numbers(numel, dtype);
-        for (const int side : {0, 1}) rows[side].peers[rank] = peer[side];
-    }
-    return rows;
-}
+using namespace test;
 
 void check_cast(int round) {
     const bool wide = one_in(5);
@@ -300,6 +196,37 @@ void check_optim(const char* op, void (*on_cpu)(const OptimArgs<Rule>&),
         where(op, "shards", units, "segments", call.segments.size()));
 }
 
+// A shard whose gradient is summed on the way. The segments of a Call's first shard ascend.
+struct ReduceCall {
+    Call<Adamw> optim{1};
+    Memory memory;
+    std::array<Rows, 2> peers;
+    Twin<double> stats = memory.bits<double>(2);
+    bool measure = !one_in(3);
+
+    ReduceCall() {
+        peers =
+            draw_rows(memory, optim.args[0].grad_dtype, draw(1, 5), optim.args[0].shards[0].numel);
+    }
+
+    ReduceAdamwArgs args(int side) const {
+        return {.optim = optim.args[side],
+                .peers = peers[side],
+                .scale = 0.3,
+                .stats = measure ? stats[side] : nullptr};
+    }
+};
+
+void check_reduce_adamw(int round) {
+    const ReduceCall call;
+    const auto context =
+        where("reduce_adamw round", round, "numel", call.optim.args[0].shards[0].numel, "ranks",
+              call.peers[0].count, "segments", call.optim.segments.size());
+    call.memory.check_same(
+        cpu::reduce_adamw, cuda::reduce_adamw, [&](int side) { return call.args(side); }, context);
+    call.optim.memory.compare(context);
+}
+
 // What only the device can see of the rows: it stops instead of writing beside a shard.
 template <typename Rule>
 void check_traps(const std::string& op, void (*on_device)(const OptimArgs<Rule>&)) {
@@ -321,6 +248,30 @@ void check_traps(const std::string& op, void (*on_device)(const OptimArgs<Rule>&
         });
 }
 
+void check_reduce_adamw_traps() {
+    const auto check_trap = [](const std::vector<Segment>& bad) {
+        ReduceCall call;
+        OptimRows<Adamw>& rows = call.optim.args[1].rows;
+        rows.active = nullptr;
+        call.optim.skip = 0.0f;
+        std::vector<int64_t> steps(bad.size());
+        const std::vector<Adamw::Hyper> hypers(bad.size(), draw_hyper(Adamw{}));
+        rows.num_segments = static_cast<int64_t>(bad.size());
+        rows.segments = bad.data();
+        rows.hypers = hypers.data();
+        rows.steps = steps.data();
+        check_throws<std::runtime_error>([&] { cuda::reduce_adamw(call.args(1)); },
+                                         "reduce_adamw_: CUDA error");
+    };
+    check_trap({{1, 0, 1}});
+    check_trap({{-1, 0, 1}});
+    check_trap({{0, -1, 1}});
+    check_trap({{0, 2, 1}});
+    check_trap({{0, 0, 1 << 20}});
+    check_trap({{0, 1 << 20, (1 << 20) + 1}});
+    check_trap({{0, 1, 1}, {0, 0, 1}});
+}
+
 }  // namespace
 }  // namespace zshard
 
@@ -335,7 +286,9 @@ int main() {
         check_optim("adamw_", cpu::adamw, cuda::adamw, draw(1, 5));
         check_optim("sgd_", cpu::sgd, cuda::sgd, draw(1, 5));
     }
+    for (int round = 0; round < 40; ++round) check_reduce_adamw(round);
     check_optim("sgd_", cpu::sgd, cuda::sgd, 700);  // more than one launch takes
     check_traps("adamw_", cuda::adamw);
     check_traps("sgd_", cuda::sgd);
+    check_reduce_adamw_traps();
 }

@@ -165,10 +165,43 @@ class Checks {
     int64_t device_;
 };
 
+// The peers' tensors: flat, of one dtype, `numel` elements each.
+inline Rows peer_rows(const Checks& check, const char* name, const Tensors& peers, int64_t numel) {
+    const auto count = static_cast<int64_t>(peers.size());
+    check.require(count >= 1 && count <= kMaxPeers, name, " has ", count,
+                  " tensors, but must have one for each rank, from 1 to ", kMaxPeers,
+                  ": more ranks take the process group's collectives");
+    Rows rows{.dtype = check.dtype(std::pair{name, size_t{0}}, peers[0]),
+              .count = count,
+              .base = nullptr,
+              .stride = 0,
+              .peers = {}};
+    for (size_t i = 0; i < peers.size(); ++i) {
+        const std::pair item{name, i};
+        check.flat(item, peers[i]);
+        check.type(item, peers[i], peers[0].scalar_type());
+        check.numel(item, peers[i], numel);
+        rows.peers[i] = peers[i].data_ptr();
+    }
+    return rows;
+}
+
 // Whether two runs of bytes have one in common; an empty one has none.
 inline bool share_memory(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
     const auto *p = static_cast<const char*>(a), *q = static_cast<const char*>(b);
     return a_bytes > 0 && b_bytes > 0 && p < q + b_bytes && q < p + a_bytes;
+}
+
+// Refuses tensors of a list that is read of which one lies where `other` is written; all are flat.
+inline void refuse_shared(const Checks& check, const char* name, const Tensors& list,
+                          const char* other_name, const Tensor& other) {
+    const auto bytes = [](const Tensor& t) {
+        return t.numel() * static_cast<int64_t>(t.element_size());
+    };
+    for (size_t i = 0; i < list.size(); ++i)
+        check.require(
+            !share_memory(list[i].data_ptr(), bytes(list[i]), other.data_ptr(), bytes(other)), name,
+            "[", i, "] and ", other_name, " share memory: pass a copy of one");
 }
 
 // Where a tensor's elements lie, with the dimensions of size 1 dropped and those that are dense

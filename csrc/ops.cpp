@@ -128,27 +128,6 @@ void cast_(const Tensor& out, const Tensor& src) {
     launch<cpu::cast, cuda::cast>(check, out, args);
 }
 
-// The peers' tensors: flat, of one dtype, `numel` elements each.
-Rows peer_rows(const Checks& check, const char* name, const Tensors& peers, int64_t numel) {
-    const auto count = static_cast<int64_t>(peers.size());
-    check.require(count >= 1 && count <= kMaxPeers, name, " has ", count,
-                  " tensors, but must have one for each rank, from 1 to ", kMaxPeers,
-                  ": more ranks take the process group's collectives");
-    Rows rows{.dtype = check.dtype(std::pair{name, size_t{0}}, peers[0]),
-              .count = count,
-              .base = nullptr,
-              .stride = 0,
-              .peers = {}};
-    for (size_t i = 0; i < peers.size(); ++i) {
-        const std::pair item{name, i};
-        check.flat(item, peers[i]);
-        check.type(item, peers[i], peers[0].scalar_type());
-        check.numel(item, peers[i], numel);
-        rows.peers[i] = peers[i].data_ptr();
-    }
-    return rows;
-}
-
 void gather_cast_(const Tensor& full, const Tensors& shards) {
     const Checks check("gather_cast_", full);
     check.flat("full", full);
@@ -245,10 +224,7 @@ void reduce_peers_(const Tensor& acc, const Tensors& peers, double scale, bool a
     const Checks check("reduce_peers_", acc);
     check.flat("acc", acc);
     const Rows rows = peer_rows(check, "peers", peers, acc.numel());
-    for (size_t i = 0; i < peers.size(); ++i)
-        check.require(!share_memory(rows.peers[i], acc.numel() * size_of(rows.dtype),
-                                    acc.data_ptr(), acc.numel() * acc.element_size()),
-                      "peers[", i, "] and acc share memory: pass a copy of one");
+    refuse_shared(check, "peers", peers, "acc", acc);
     launch_reduce(check, acc, "peers", peers[0], rows, scale, accumulate, stats);
 }
 
@@ -262,6 +238,20 @@ void adamw_(const Tensors& masters, const Tensors& lows, const Tensors& exp_avgs
         optim_args<Adamw>(
             check, {{{"exp_avgs", exp_avgs, false}, {"exp_avg_sqs", exp_avg_sqs, false}}}, masters,
             lows, grads, sends, segments, hypers, steps, active, grad_scale, skip));
+}
+
+void reduce_adamw_(const Tensor& master, const MaybeTensor& low, const Tensor& exp_avg,
+                   const Tensor& exp_avg_sq, const Tensors& peers, const MaybeTensor& send,
+                   const Tensor& segments, const Tensor& hypers, const Tensor& steps, double scale,
+                   const MaybeTensor& stats, const MaybeTensor& active,
+                   const MaybeTensor& grad_scale, const MaybeTensor& skip) {
+    const Checks check("reduce_adamw_", master);
+    ReduceAdamwArgs args = reduce_adamw_args(
+        check, master, low, exp_avg, exp_avg_sq, peers, send,
+        optim_rows<Adamw>(check, segments, hypers, steps, active, grad_scale, skip));
+    args.scale = scale;
+    args.stats = check.optional_flat<double>("stats", stats, ScalarType::Double, 2);
+    launch<cpu::reduce_adamw, cuda::reduce_adamw>(check, master, args);
 }
 
 void sgd_(const Tensors& masters, const Tensors& lows, const Tensors& momentum_buffers,
@@ -300,6 +290,11 @@ STABLE_TORCH_LIBRARY(zshard, m) {
         "exp_avg_sqs, Tensor[] grads, Tensor(e!)[] sends, Tensor segments, Tensor hypers, "
         "Tensor(f!) steps, Tensor? active=None, Tensor? grad_scale=None, Tensor? skip=None) -> ()");
     m.def(
+        "reduce_adamw_(Tensor(a!) master, Tensor(b!)? low, Tensor(c!) exp_avg, Tensor(d!) "
+        "exp_avg_sq, Tensor[] peers, Tensor(e!)? send, Tensor segments, Tensor hypers, Tensor(f!) "
+        "steps, float scale=1.0, Tensor(g!)? stats=None, Tensor? active=None, Tensor? "
+        "grad_scale=None, Tensor? skip=None) -> ()");
+    m.def(
         "sgd_(Tensor(a!)[] masters, Tensor(b!)[] lows, Tensor(c!)[] momentum_buffers, "
         "Tensor[] grads, Tensor(d!)[] sends, Tensor segments, Tensor hypers, Tensor(e!) steps, "
         "Tensor? active=None, Tensor? grad_scale=None, Tensor? skip=None) -> ()");
@@ -316,6 +311,7 @@ static void register_all(torch::stable::detail::StableLibrary& m) {
     m.impl("reduce_", TORCH_BOX(&reduce_));
     m.impl("reduce_peers_", TORCH_BOX(&reduce_peers_));
     m.impl("adamw_", TORCH_BOX(&adamw_));
+    m.impl("reduce_adamw_", TORCH_BOX(&reduce_adamw_));
     m.impl("sgd_", TORCH_BOX(&sgd_));
 }
 

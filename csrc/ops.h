@@ -148,6 +148,15 @@ struct OptimArgs {
     OptimRows<Rule> rows;
 };
 
+// reduce_adamw_: the gradient of the only shard is nowhere stored; it is the scaled sum of the
+// peers' rows. The segments ascend.
+struct ReduceAdamwArgs {
+    OptimArgs<Adamw> optim;  // its grad_dtype is that of the peers
+    Rows peers;              // (numel,) each
+    double scale;
+    double* stats;  // as in ReduceArgs, of the gradient
+};
+
 // Calls f with a value of each type that an optimizer's call is compiled for: gradient, send buffer
 // (void* = none) and whether the master is split.
 template <typename Rule, typename F>
@@ -169,6 +178,7 @@ void split_master(const MasterArgs& args);
 void join_master(const MasterArgs& args);
 void reduce(const ReduceArgs& args);
 void adamw(const OptimArgs<Adamw>& args);
+void reduce_adamw(const ReduceAdamwArgs& args);
 void sgd(const OptimArgs<Sgd>& args);
 }  // namespace cpu
 
@@ -181,6 +191,7 @@ void split_master(const MasterArgs& args);
 void join_master(const MasterArgs& args);
 void reduce(const ReduceArgs& args);
 void adamw(const OptimArgs<Adamw>& args);
+void reduce_adamw(const ReduceAdamwArgs& args);
 void sgd(const OptimArgs<Sgd>& args);
 }  // namespace cuda
 

@@ -1,4 +1,5 @@
-// The door that adamw_ and sgd_ share: their tensors, checked, as the launchers take them.
+// The door that adamw_, sgd_ and reduce_adamw_ share: their tensors, checked, as the launchers take
+// them.
 #pragma once
 
 #include <array>
@@ -16,8 +17,9 @@ struct StateList {
 };
 
 // Rows that a CPU can read before it acts: each inside its shard, none touching another.
+// `ascending`: in the order in which they lie, too.
 template <typename Rule>
-void check_segments(const Checks& check, const OptimArgs<Rule>& args) {
+void check_segments(const Checks& check, const OptimArgs<Rule>& args, bool ascending = false) {
     std::vector<Segment> rows(args.rows.segments, args.rows.segments + args.rows.num_segments);
     const auto units = static_cast<int64_t>(args.shards.size());
     const auto spell = [](const Segment& s) {
@@ -33,12 +35,45 @@ void check_segments(const Checks& check, const OptimArgs<Rule>& args) {
     const auto before = [](const Segment& a, const Segment& b) {
         return std::tie(a.unit, a.begin, a.end) < std::tie(b.unit, b.begin, b.end);
     };
-    if (!std::is_sorted(rows.begin(), rows.end(), before))
-        std::sort(rows.begin(), rows.end(), before);
+    const auto unordered = std::is_sorted_until(rows.begin(), rows.end(), before);
+    if (ascending && unordered != rows.end())
+        check.require(false, "segment ", spell(*unordered), " is behind ", spell(unordered[-1]),
+                      ": give them in the order in which they lie in the shard");
+    if (unordered != rows.end()) std::sort(rows.begin(), rows.end(), before);
     for (size_t g = 1; g < rows.size(); ++g)
         if (rows[g].unit == rows[g - 1].unit && rows[g].begin < rows[g - 1].end)
             check.require(false, "segments ", spell(rows[g - 1]), " and ", spell(rows[g]),
                           " overlap");
+}
+
+// The tables, a row a segment, and the factors of the step.
+template <typename Rule>
+OptimRows<Rule> optim_rows(const Checks& check, const Tensor& segments, const Tensor& hypers,
+                           const Tensor& steps, const MaybeTensor& active,
+                           const MaybeTensor& grad_scale, const MaybeTensor& skip) {
+    using Hyper = typename Rule::Hyper;
+    const int64_t rows = segments.dim() > 0 ? segments.size(0) : -1;
+    return {
+        .num_segments = rows,
+        .segments = check.matrix<Segment>("segments", segments, ScalarType::Long, rows, 3),
+        .hypers = check.matrix<Hyper>("hypers", hypers, ScalarType::Double, rows,
+                                      sizeof(Hyper) / sizeof(double)),
+        .steps = check.optional_flat<int64_t>("steps", steps, ScalarType::Long, rows),
+        .active = check.optional_flat<uint8_t>("active", active, ScalarType::Byte, rows),
+        .grad_scale = check.optional_flat<float>("grad_scale", grad_scale, ScalarType::Float, 1),
+        .skip = check.optional_flat<float>("skip", skip, ScalarType::Float, 1)};
+}
+
+// Of a master's low-precision copy. `both`: the low planes and the copy; `none`: a call without it.
+inline Dtype send_dtype(const Checks& check, bool split, const Tensor& send, const char* both,
+                        const char* subject, const char* none) {
+    check.require(!split, both, " both given: a split master's upper plane is the send buffer, ",
+                  "pass ", none);
+    const ScalarType type = send.scalar_type();
+    check.require(type == ScalarType::BFloat16 || type == ScalarType::Half, subject, " ",
+                  name_of(type), ", but a send buffer is bfloat16 or float16: without a ",
+                  "low-precision copy pass ", none);
+    return type == ScalarType::Half ? Dtype::kFloat16 : Dtype::kBfloat16;
 }
 
 template <typename Rule>
@@ -58,26 +93,15 @@ OptimArgs<Rule> optim_args(const Checks& check, const std::array<StateList, Rule
     length("grads", grads, false);
     length("sends", sends, true);
     const bool split = !lows.empty();
-    check.require(!split || sends.empty(),
-                  "lows and sends are both given: a split master's upper plane is the send ",
-                  "buffer, pass sends=[]");
-    using Hyper = typename Rule::Hyper;
-    const int64_t rows = segments.dim() > 0 ? segments.size(0) : -1;
     OptimArgs<Rule> args{
         .shards = {},
         .grad_dtype = Dtype::kFloat32,
         .split = split,
         .has_send = !sends.empty(),
-        .send_dtype = Dtype::kBfloat16,
-        .rows = {.num_segments = rows,
-                 .segments = check.matrix<Segment>("segments", segments, ScalarType::Long, rows, 3),
-                 .hypers = check.matrix<Hyper>("hypers", hypers, ScalarType::Double, rows,
-                                               sizeof(Hyper) / sizeof(double)),
-                 .steps = check.optional_flat<int64_t>("steps", steps, ScalarType::Long, rows),
-                 .active = check.optional_flat<uint8_t>("active", active, ScalarType::Byte, rows),
-                 .grad_scale =
-                     check.optional_flat<float>("grad_scale", grad_scale, ScalarType::Float, 1),
-                 .skip = check.optional_flat<float>("skip", skip, ScalarType::Float, 1)}};
+        .send_dtype = sends.empty() ? Dtype::kBfloat16
+                                    : send_dtype(check, split, sends[0], "lows and sends are",
+                                                 "sends are", "sends=[]"),
+        .rows = optim_rows<Rule>(check, segments, hypers, steps, active, grad_scale, skip)};
     args.shards.reserve(units);
     for (size_t u = 0; u < units; ++u) {
         const int64_t numel = masters[u].numel();
@@ -102,17 +126,50 @@ OptimArgs<Rule> optim_args(const Checks& check, const std::array<StateList, Rule
                 static_cast<float*>(pointer(states[s].name, states[s].tensors, ScalarType::Float));
         args.shards.push_back(shard);
     }
-    if (units > 0) {
-        args.grad_dtype = check.dtype("grads[0]", grads[0]);
-        if (!sends.empty()) args.send_dtype = check.dtype("sends[0]", sends[0]);
-    }
+    if (units > 0) args.grad_dtype = check.dtype("grads[0]", grads[0]);
     check.require(args.grad_dtype != Dtype::kFloat64,
                   "grads are float64, but the step runs in float32: cast them");
-    check.require(
-        size_of(args.send_dtype) == 2, "sends are ",
-        name_of(sends.empty() ? ScalarType::Float : sends[0].scalar_type()),
-        ", but a send buffer is bfloat16 or float16: without a low-precision copy pass sends=[]");
     if (segments.is_cpu()) check_segments(check, args);
+    return args;
+}
+
+// The arguments of one shard whose gradient is yet to be summed from `peers`.
+inline ReduceAdamwArgs reduce_adamw_args(const Checks& check, const Tensor& master,
+                                         const MaybeTensor& low, const Tensor& exp_avg,
+                                         const Tensor& exp_avg_sq, const Tensors& peers,
+                                         const MaybeTensor& send, const OptimRows<Adamw>& rows) {
+    const int64_t numel = master.numel();
+    const bool split = low.has_value();
+    const auto pointer = [&](const char* name, const MaybeTensor& t, ScalarType wanted) {
+        void* data = check.optional_flat<void>(name, t, wanted, numel);
+        if (data != nullptr) refuse_shared(check, "peers", peers, name, *t);
+        return data;
+    };
+    ReduceAdamwArgs args{
+        .optim = {.shards = {},
+                  .grad_dtype = Dtype::kFloat32,
+                  .split = split,
+                  .has_send = send.has_value(),
+                  .send_dtype = send ? send_dtype(check, split, *send, "low and send are",
+                                                  "send is", "send=None")
+                                     : Dtype::kBfloat16,
+                  .rows = rows},
+        .peers = peer_rows(check, "peers", peers, numel),
+        .scale = 1.0,
+        .stats = nullptr};
+    args.optim.grad_dtype = args.peers.dtype;
+    check.require(args.peers.dtype != Dtype::kFloat64,
+                  "peers are float64, but the step runs in float32: cast them");
+    const auto fp32 = ScalarType::Float;
+    args.optim.shards.push_back(
+        {.master = pointer("master", master, split ? ScalarType::BFloat16 : fp32),
+         .low = static_cast<int16_t*>(pointer("low", low, ScalarType::Short)),
+         .states = {static_cast<float*>(pointer("exp_avg", exp_avg, fp32)),
+                    static_cast<float*>(pointer("exp_avg_sq", exp_avg_sq, fp32))},
+         .grad = nullptr,
+         .send = send ? pointer("send", send, send->scalar_type()) : nullptr,
+         .numel = numel});
+    if (master.is_cpu()) check_segments(check, args.optim, /*ascending=*/true);
     return args;
 }
 

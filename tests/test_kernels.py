@@ -27,6 +27,7 @@ kBlocks = {
     "move_kernel": 2,
     "optim_kernel": 4,
     "plan_kernel": 1,
+    "reduce_adamw_kernel": 3,
     "reduce_kernel": 3,
     "split_kernel": 4,
     "stats_kernel": 1,
@@ -42,6 +43,7 @@ kStreaming = {
     "join_kernel": 64,
     "move_kernel": 64,
     "optim_kernel": 40,
+    "reduce_adamw_kernel": 64,
     "reduce_kernel": 64,
     "split_kernel": 64,
 }

@@ -36,6 +36,15 @@ def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
         table = torch.tensor(hypers, dtype=torch.float64, device=device)
         return (*shards, segments, table, torch.tensor([3, 0], device=device), active, scale, skip)
 
+    def reduce_adamw() -> tuple[object, ...]:
+        shard = (rand(n, dtype=half), low.clone(), rand(n), rand(n).square())
+        rows = torch.tensor([[0, 1, 40], [0, 50, n]], device=device)
+        hypers = torch.tensor([[1e-3, 0.9, 0.99, 1e-8, 0.1, d] for d in (1.0, 0.0)], device=device)
+        steps = torch.tensor([3, 0], device=device)
+        peers = [rand(n, dtype=half) for _ in range(3)]
+        tables = (rows, hypers.double(), steps, 0.3, stats.clone(), active, scale, skip)
+        return (*shard, peers, None, *tables)
+
     stats = torch.zeros(2, dtype=torch.float64, device=device)
     return {
         "pack_": (rand(n), [rand(7, 3).t(), rand(n - 200, dtype=torch.float16)], [2, 100], 0.3),
@@ -46,6 +55,7 @@ def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
         "join_master_": (rand(n), rand(n, dtype=half), low),
         "reduce_": (rand(n), rand(3, n, dtype=half), 0.3, True, stats),
         "reduce_peers_": (rand(n), [rand(n, dtype=half) for _ in range(3)], 0.3, True, stats),
+        "reduce_adamw_": reduce_adamw(),
         "adamw_": optim(2, [1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0], [1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0]),
         "sgd_": optim(1, [1e-2, 0.9, 0.2, 0.1, 1.0, 0.0], [1e-2, 0.9, 0.0, 0.0, 0.0, 1.0]),
     }

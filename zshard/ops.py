@@ -28,6 +28,7 @@ __all__ = [
     "join_master_",
     "pack_",
     "reduce_",
+    "reduce_adamw_",
     "reduce_peers_",
     "sgd_",
     "split_master_",
@@ -234,21 +235,41 @@ def adamw_(
         InputError: lists of different lengths, shards of different numels, wrong dtypes or devices;
             on CPU also segments that overlap or leave their shard.
     """
-    _call(
-        _ops.adamw_.default,
-        masters,
-        lows,
-        exp_avgs,
-        exp_avg_sqs,
-        grads,
-        sends,
-        segments,
-        hypers,
-        steps,
-        active,
-        grad_scale,
-        skip,
-    )
+    shards = (masters, lows, exp_avgs, exp_avg_sqs, grads, sends)
+    _call(_ops.adamw_.default, *shards, segments, hypers, steps, active, grad_scale, skip)
+
+
+def reduce_adamw_(
+    master: Tensor,  # (S,) float32; or the bfloat16 upper plane where low is given
+    low: Tensor | None,  # (S,) int16, the lower plane of split_master_
+    exp_avg: Tensor,  # (S,) float32
+    exp_avg_sq: Tensor,  # (S,) float32
+    peers: Sequence[Tensor],  # N x (S,) F, one dtype for all; N <= 128
+    send: Tensor | None,  # (S,) bfloat16 or float16
+    segments: Tensor,  # (G, 3) int64 rows [0, begin, end): elements of the shard, ascending
+    hypers: Tensor,  # (G, 6) float64, as adamw_ takes them
+    steps: Tensor,  # (G,) int64, steps taken so far
+    scale: float = 1.0,
+    stats: Tensor | None = None,  # (2,) float64, overwritten
+    active: Tensor | None = None,  # (G,) uint8; 0 = leave the segment and its step count alone
+    grad_scale: Tensor | None = None,  # (1,) float32, multiplies every gradient
+    skip: Tensor | None = None,  # (1,) float32; nonzero = change nothing but stats
+) -> None:
+    """Do as reduce_peers_ into a float32 gradient and adamw_ on it, which is nowhere stored.
+
+    The bits of master, low, exp_avg, exp_avg_sq, send, steps and stats are those that the two
+    leave, in one pass over memory. stats are of the whole gradient, before grad_scale, in segments
+    or not: what they say of this gradient is known too late for its own step. A grad_scale that
+    clips can be made of the norm of the step before.
+
+    Raises:
+        InputError: tensors that are not flat, of S elements, of these dtypes and on one device;
+            peers that share memory with what is written; on CPU also segments that overlap, do not
+            ascend or leave the shard (on CUDA a device trap, as in adamw_).
+    """
+    shard = (master, low, exp_avg, exp_avg_sq, list(peers), send)
+    tables = (segments, hypers, steps)
+    _call(_ops.reduce_adamw_.default, *shard, *tables, scale, stats, active, grad_scale, skip)
 
 
 def sgd_(
@@ -289,20 +310,8 @@ def sgd_(
         InputError: lists of different lengths, shards of different numels, wrong dtypes or devices;
             on CPU also segments that overlap or leave their shard, and momentum without buffers.
     """
-    _call(
-        _ops.sgd_.default,
-        masters,
-        lows,
-        momentum_buffers,
-        grads,
-        sends,
-        segments,
-        hypers,
-        steps,
-        active,
-        grad_scale,
-        skip,
-    )
+    shards = (masters, lows, momentum_buffers, grads, sends)
+    _call(_ops.sgd_.default, *shards, segments, hypers, steps, active, grad_scale, skip)
 
 
 def _fake(*args: object) -> None:

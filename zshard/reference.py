@@ -263,6 +263,30 @@ def adamw_(
     _optim_step(_adamw_update, [exp_avgs, exp_avg_sqs], masters, lows, *step)
 
 
+def reduce_adamw_(
+    master: Tensor,
+    low: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    peers: Sequence[Tensor],
+    send: Tensor | None,
+    segments: Tensor,
+    hypers: Tensor,
+    steps: Tensor,
+    scale: float = 1.0,
+    stats: Tensor | None = None,
+    active: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """See zshard.ops.reduce_adamw_."""
+    grad = torch.empty_like(exp_avg)
+    reduce_peers_(grad, peers, scale, stats=stats)
+    lows, sends = ([each for each in [plane] if each is not None] for plane in (low, send))
+    tables = (segments, hypers, steps, active, grad_scale, skip)
+    adamw_([master], lows, [exp_avg], [exp_avg_sq], [grad], sends, *tables)
+
+
 def sgd_(
     masters: Sequence[Tensor],
     lows: Sequence[Tensor],

@@ -43,7 +43,7 @@ struct cudaLaunchConfig_t {
 };
 
 extern dim3 threadIdx, blockIdx, gridDim;
-using std::isfinite, std::min;
+using std::isfinite, std::max, std::min;
 
 namespace zshard::device {
 

@@ -25,15 +25,21 @@ struct Plan {
 
 // The prologue, one block: counts the steps, computes the factors in double once per segment
 // instead of once per element, and numbers the tiles. A skipped step has no tiles.
+// `extent`: the elements of the only shard, in which the segments have to ascend; or -1.
 template <typename Rule>
 __global__ void __launch_bounds__(kPlanThreads)
-    plan_kernel(const __grid_constant__ OptimRows<Rule> rows, int64_t num_shards, Plan<Rule> plan) {
+    plan_kernel(const __grid_constant__ OptimRows<Rule> rows, int64_t num_shards, int64_t extent,
+                Plan<Rule> plan) {
     __shared__ int64_t sums[kPlanThreads];
     const bool skip = rows.skip != nullptr && *rows.skip != 0.0f;
     int64_t before = 0;
     for (int64_t base = 0; base < rows.num_segments; base += kPlanThreads) {
         const int64_t g = base + threadIdx.x;
         int64_t tiles = 0;
+        if (extent >= 0 && g < rows.num_segments &&
+            (rows.segments[g].end > extent ||
+             (g > 0 && rows.segments[g - 1].end > rows.segments[g].begin)))
+            __trap();
         if (g < rows.num_segments && !skip && (rows.active == nullptr || rows.active[g] != 0)) {
             const Segment segment = rows.segments[g];
             // Memory safety: the host cannot look at the rows without waiting for the device.
@@ -58,6 +64,23 @@ __global__ void __launch_bounds__(kPlanThreads)
         __syncthreads();
     }
     if (threadIdx.x == 0) plan.first_tile[rows.num_segments] = before;
+}
+
+template <typename Rule>
+constexpr int64_t plan_bytes(int64_t rows) {
+    return (rows + 1) * int64_t{sizeof(int64_t)} + rows * int64_t{sizeof(typename Rule::Factors)};
+}
+
+// Runs the prologue; scratch: plan_bytes.
+template <typename Rule>
+Plan<Rule> make_plan(const char* op, const OptimRows<Rule>& rows, int64_t num_shards,
+                     int64_t extent, const Scratch& scratch) {
+    auto* first_tile = scratch.as<int64_t>();
+    const Plan<Rule> plan{
+        .first_tile = first_tile,
+        .factors = reinterpret_cast<typename Rule::Factors*>(first_tile + rows.num_segments + 1)};
+    launch(op, plan_kernel<Rule>, 1, kPlanThreads, rows, num_shards, extent, plan);
+    return plan;
 }
 
 // Shards travel as a kernel argument; more of them than fit take several launches.
@@ -203,13 +226,9 @@ template <typename Rule>
 void optim_step(const char* op, const OptimArgs<Rule>& args) {
     const int64_t rows = args.rows.num_segments;
     if (rows == 0) return;
-    const int64_t tile_bytes = (rows + 1) * int64_t{sizeof(int64_t)};
-    const Scratch scratch(tile_bytes + rows * int64_t{sizeof(typename Rule::Factors)});
-    const Plan<Rule> plan{
-        .first_tile = scratch.as<int64_t>(),
-        .factors = reinterpret_cast<typename Rule::Factors*>(scratch.as<char>() + tile_bytes)};
+    const Scratch scratch(plan_bytes<Rule>(rows));
     const auto num_shards = static_cast<int64_t>(args.shards.size());
-    launch(op, plan_kernel<Rule>, 1, kPlanThreads, args.rows, num_shards, plan);
+    const Plan<Rule> plan = make_plan(op, args.rows, num_shards, -1, scratch);
     // How the segments cut the shards only the device knows: this many tiles at most, the rest of
     // the blocks end at once.
     int64_t tiles = rows;

@@ -1,0 +1,68 @@
+#include "cpu/optim.h"
+#include "cpu/reduce.h"
+
+namespace zshard::cpu {
+
+namespace {
+
+// The buffers of `shard` from element `at` on.
+template <typename Rule, bool kSplit, typename Send>
+OptimShard<Rule> from(const OptimShard<Rule>& shard, int64_t at, const float* grad) {
+    using Master = std::conditional_t<kSplit, Bf16, float>;
+    OptimShard<Rule> rest = shard;
+    rest.master = static_cast<Master*>(shard.master) + at;
+    if constexpr (kSplit) rest.low += at;
+    for (float*& state : rest.states) state += at;
+    rest.grad = grad;
+    if constexpr (!std::is_void_v<Send>) rest.send = static_cast<Send*>(shard.send) + at;
+    rest.numel -= at;
+    return rest;
+}
+
+}  // namespace
+
+// A block's gradient stays in the thread's cache between its sum and its use.
+void reduce_adamw(const ReduceAdamwArgs& args) {
+    using Rule = Adamw;
+    const OptimShard<Rule>& shard = args.optim.shards[0];
+    const OptimRows<Rule>& rows = args.optim.rows;
+    const std::vector<Work<Rule>> work = take_step(rows);
+    if (work.empty() && args.stats == nullptr) return;
+    const float grad_scale = rows.grad_scale != nullptr ? *rows.grad_scale : 1.0f;
+    const int64_t blocks = (shard.numel + kSquareBlock - 1) / kSquareBlock;
+    Stats stats(args.stats, blocks);
+    dispatch_optim(args.optim, [&](auto peer, auto send, auto split) {
+        using Peer = decltype(peer);
+        using Send = typename decltype(send)::type;
+        constexpr bool kSplit = decltype(split)::value;
+        const bool stream = args.optim.has_send && shard.numel * 2 >= kStreamBytes;
+        parallel(blocks, kGrain / kSquareBlock, [&](int64_t low, int64_t high) {
+            const auto ends_after = [](int64_t at, const auto& item) {
+                return at < item.segment.end;
+            };
+            auto item = std::upper_bound(work.begin(), work.end(), low * kSquareBlock, ends_after);
+            Block<float> block;
+            for (int64_t b = low; b < high; ++b) {
+                const int64_t begin = b * kSquareBlock;
+                const int64_t end = std::min(begin + kSquareBlock, shard.numel);
+                reduce_block<float, Peer>(args.peers, begin, end - begin, block.wide, args.scale,
+                                          false, false, block);
+                stats.add(b, block, block.wide, end - begin);
+                const auto here = from<Rule, kSplit, Send>(shard, begin, block.wide);
+                for (; item != work.end() && item->segment.begin < end; ++item) {
+                    const auto update = Rule::branch(item->factors)
+                                            ? update_range<Rule, true, kSplit, float, Send>
+                                            : update_range<Rule, false, kSplit, float, Send>;
+                    update(here, std::max(item->segment.begin, begin) - begin,
+                           std::min(item->segment.end, end) - begin, grad_scale, item->factors,
+                           stream);
+                    if (item->segment.end > end) break;  // the next block goes on with it
+                }
+            }
+            if (stream) stream_fence();
+        });
+    });
+    stats.write();
+}
+
+}  // namespace zshard::cpu

@@ -1,0 +1,109 @@
+// The sum of the ranks' rows, a block at a time: shared by reduce and reduce_adamw.
+#pragma once
+
+#include "cuda/vector.cuh"
+#include "ops.h"
+
+namespace zshard::cuda {
+
+// What a block of elements, or all of them, come to.
+struct Partial {
+    double sum;  // of squares
+    bool bad;    // some value is not finite
+};
+
+static_assert(kSquareColumns == kThreads);
+inline constexpr int kRow = kSquareColumns * kSquareGroup;
+
+// Adds sums[0 .. 2 * half), one a thread, by halving; the result is in sums[0].
+__device__ inline void halve(double* sums, unsigned half) {
+    for (; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    __syncthreads();
+}
+
+// The group of elements that starts at `i`; those from `numel` on are 0.
+template <bool kWhole, typename T>
+__device__ Vector<T, kSquareGroup> load_group(const T* p, int64_t i, int64_t numel, bool aligned) {
+    if (kWhole || i + kSquareGroup <= numel) return load<kSquareGroup>(p + i, kWhole || aligned);
+    Vector<T, kSquareGroup> group{};
+#pragma unroll
+    for (int k = 0; k < kSquareGroup; ++k)
+        if (i + k < numel) group.values[k] = p[i + k];
+    return group;
+}
+
+// Where a thread's groups of a block begin: one a row.
+__device__ inline int64_t place(int row) {
+    return int64_t{row * kRow} + threadIdx.x * kSquareGroup;
+}
+
+// Sums a block's part of the chunks in rank order, scales it and, where `add` is not null, adds it
+// to what is there; hands each row's group to put(row, group), and returns the squares as far as
+// this thread adds them: its rows, then its group. [Note: sum of squares]
+// kWhole: every element of the block exists, at an aligned place. A load behind a branch is waited
+// for at once; without branches those of all rows, and of two ranks, are under way together.
+template <bool kWhole, typename Acc, typename Chunk, typename Put>
+__device__ Partial reduce_block(const Rows& chunks, int64_t begin, int64_t numel, double scale,
+                                const Acc* add, const Put& put) {
+    using W = Wide<Acc>;
+    W wide[kSquareRows][kSquareGroup];
+#pragma unroll kWhole && sizeof(Chunk) == 2 ? 2 : 1
+    for (int64_t rank = 0; rank < chunks.count; ++rank) {
+        const Chunk* chunk = chunks.row<Chunk>(rank) + begin;
+        const bool aligned = is_aligned<kSquareGroup>(chunk);
+        Vector<Chunk, kSquareGroup> loaded[kSquareRows];
+#pragma unroll
+        for (int row = 0; row < kSquareRows; ++row)
+            loaded[row] = load_group<kWhole>(chunk, place(row), numel - begin, aligned);
+#pragma unroll
+        for (int row = 0; row < kSquareRows; ++row)
+#pragma unroll
+            for (int k = 0; k < kSquareGroup; ++k) {
+                const W value = convert<W>(loaded[row].values[k]);
+                wide[row][k] = rank == 0 ? value : wide[row][k] + value;
+            }
+    }
+    double squares[kSquareGroup] = {};
+    bool bad = false;
+    Vector<Acc, kSquareGroup> stored[kSquareRows] = {};
+    if (add != nullptr) {
+        const bool aligned = is_aligned<kSquareGroup>(add + begin);
+#pragma unroll
+        for (int row = 0; row < kSquareRows; ++row)
+            stored[row] = load_group<kWhole>(add + begin, place(row), numel - begin, aligned);
+    }
+#pragma unroll
+    for (int row = 0; row < kSquareRows; ++row) {
+        Acc* values = stored[row].values;
+#pragma unroll
+        for (int k = 0; k < kSquareGroup; ++k) {
+            const W value = wide[row][k] * static_cast<W>(scale);
+            values[k] = convert<Acc>(add != nullptr ? convert<W>(values[k]) + value : value);
+            if (!kWhole && begin + place(row) + k >= numel) values[k] = Acc{};
+            const double x = convert<W>(values[k]);
+            bad |= !isfinite(x);
+            squares[k] = row == 0 ? x * x : squares[k] + x * x;
+        }
+        put(row, stored[row]);
+    }
+    static_assert(kSquareGroup == 4);
+    return {(squares[0] + squares[2]) + (squares[1] + squares[3]), bad};
+}
+
+// Adds up what the threads of a block have, and leaves it in `partials`, unless that is null.
+__device__ inline void record(Partial mine, int64_t block, Partial* partials) {
+    __shared__ double sums[kSquareColumns];
+    if (partials == nullptr) return;
+    sums[threadIdx.x] = mine.sum;
+    const bool bad = __syncthreads_or(mine.bad);
+    halve(sums, kSquareColumns / 2);
+    if (threadIdx.x == 0) partials[block] = {sums[0], bad};
+}
+
+// stats (2,) from those of all blocks.
+void finish_stats(const char* op, const Partial* partials, int64_t blocks, double* stats);
+
+}  // namespace zshard::cuda
