@@ -20,6 +20,7 @@ from torch import nn
 from .comm import Comm, Tag
 from .flat import Flat, lend
 from .materialize import swap_contents
+from .place import Place
 from .pool import Pool
 from .precision import Precision
 from .reduction import scratch_sizes
@@ -27,7 +28,6 @@ from .refusal import Refusal, raise_together, tell
 from .shared import NoSharedMemory
 from .strategy import Strategy
 from .transport import say_fallback
-from .unit import Place
 from .unitmap import Owned, UnitSpec, flat_groups, owned_parameters
 
 

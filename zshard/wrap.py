@@ -23,13 +23,14 @@ from .materialize import (
     move,
     on_meta,
 )
+from .place import Place
 from .pool import Pool
 from .precision import Precision
 from .schedule import Schedule
 from .sharding import Sharder
 from .strategy import Choice, Strategy, strategy_of
 from .transport import Transport
-from .unit import Place, Unit
+from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
 
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
