@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -220,14 +221,18 @@ class Neighbours:
         Returns:
             What each rank has told.
         """
-        everyone = self._ranks.all_gather_object(mine)  # from here on nobody waits for anybody
+        mark = "reset", self.token
+        everyone = self._ranks.all_gather_object((mark, mine))
+        if any(not isinstance(each, tuple) or each[0] != mark for each in everyone):
+            raise Missed("a rank is in another collective of the process group, not in a reset")
+        # From here on nobody waits for anybody.
         for arena in (self._arena, *arenas):
             arena.rewind()
         self._summing.clear()
         self.failed = ""
         self._write_note(b"\0")
         self._ranks.all_gather_object(None)
-        return everyone
+        return [told for _, told in cast("list[tuple[object, object]]", everyone)]
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -4,8 +4,8 @@
 An exception that a signal's handler raises comes out of whatever the rank waits in, and the
 collective is half done. The rank says so in its note, and takes part in nothing any more; whoever
 waits for it finds that, gives up as well, and so all of them do. They stand at different places
-then, and know different things: so they meet in the process group, where nothing was under way,
-forget all that was, gradients and programs too, and count their rounds from 0.
+then, and know different things: so they meet in the process group, through which nothing of such
+models goes, forget all that was, gradients and programs too, and count their rounds from 0.
 """
 
 from __future__ import annotations
