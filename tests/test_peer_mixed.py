@@ -108,10 +108,17 @@ def test_one_of_them_may_be_deleted_at_another_time_on_every_rank() -> None:
     assert run_ranks(outlives, 3, timeout=30) == [[True] * 3] * 3
 
 
-def dies(rank: int, world_size: int, first: str, second: str, at: int, folder: str) -> None:
+def dies(rank: int, world_size: int, first: str, second: str, at: object, folder: str) -> None:
     both = pair(first, second)
+
+    def interpose(op: str, tag: object) -> None:
+        if op == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     try:
         for step, batch in enumerate(models.batches("odd_parameters", 3, rank)):
+            if (rank, step) == (1, 1):
+                schedule_of(both[(first, second).index("group")]).comm.interpose = interpose
             for number, model in enumerate(both):
                 loss = model(batch).square().mean()
                 if (rank, step, number) == (1, 1, at):
@@ -121,9 +128,11 @@ def dies(rank: int, world_size: int, first: str, second: str, at: int, folder: s
         Path(folder, str(rank)).write_text(str(error))
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, 1, "all_gather", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize(("first", "second"), [("group", "peer"), ("peer", "group")])
-def test_a_rank_killed_in_either_is_named(first: str, second: str, at: int, tmp_path: Path) -> None:
+def test_a_rank_killed_in_either_is_named(
+    first: str, second: str, at: object, tmp_path: Path
+) -> None:
     with pytest.raises(RankFailure) as caught:  # the others have 2 s from then on
         run_ranks(dies, 3, first, second, at, str(tmp_path))
     assert "rank 1 was killed by SIGKILL" in str(caught.value)

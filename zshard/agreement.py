@@ -76,9 +76,9 @@ class Agreement:
         self._follows = False  # whether the phase began with a program
         self._loose = False  # whether ranks have left one, and so meet at the end of phases as well
         self._meets_at_end = False
-        self._number = _COUNTS[comm.ranks]
+        self.number = _COUNTS[comm.ranks]
         _COUNTS[comm.ranks] += 1
-        _AGREEMENTS[comm.ranks, self._number] = self
+        _AGREEMENTS[comm.ranks, self.number] = self
         self._steady = True  # False: backwards were seen to differ, so they follow no program
 
     # --- phases ----------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Agreement:
         trained = [u.index for u in reversed(self._units) if u.trained] if reduces else []
         names = self._trained_names() if reduces else ""
         word = zlib.crc32(names.encode()) if reduces else word
-        message = Message(self._number, ask, word, zlib.crc32(about.encode()))
+        message = Message(self.number, ask, word, zlib.crc32(about.encode()))
         messages = self._meet(message, label)
         if self._irregular:
             self._learn()
@@ -137,7 +137,7 @@ class Agreement:
         self._take_part_in_the_rest()
         # A backward that reduces has its own way to learn that a rank has left the program.
         if self._meets_at_end and not (self._reduces and self._follows):
-            self._meet(Message(self._number, Ask.END), "the end of a forward or backward")
+            self._meet(Message(self.number, Ask.END), "the end of a forward or backward")
             for unit in self._trained:
                 if unit not in self._reduced:
                     self._reduce(unit)
@@ -153,6 +153,12 @@ class Agreement:
         """Forget what is left of a phase that was aborted."""
         self._program, self._meets_at_end, self._reduces = None, False, False
         self._ahead.clear()
+
+    def forget(self) -> None:
+        """Learn everything anew, as all ranks do."""
+        self.abandon()
+        self._programs.clear()
+        self._irregular, self._loose, self._steady = False, False, True
 
     @property
     def may_be_last(self) -> bool:
@@ -184,7 +190,7 @@ class Agreement:
             self._leave_program(unit)
         if self._program is None:
             self._meet(
-                Message(self._number, Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}"
+                Message(self.number, Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}"
             )
             return
         while self._program[self._at] != slot:
@@ -214,7 +220,7 @@ class Agreement:
         self._needed.append(Slot(Op.REDUCE, unit.index))
         self._ready.add(unit.index)
         if self._program is None:
-            message = Message(self._number, Ask.READY, unit.index)
+            message = Message(self.number, Ask.READY, unit.index)
             self._meet(message, f"the reduction of unit {unit.label!r}")
         else:
             self.look_ahead()  # what had no room before
@@ -282,7 +288,7 @@ class Agreement:
             asking = [m for m in messages if m.ask in (Ask.GATHER, Ask.READY)]
             if not asking:
                 if len({message.model for message in messages}) > 1:
-                    self._refuse(f"{label}, of wrapped model {self._number}")
+                    self._refuse(f"{label}, of wrapped model {self.number}")
                 if len({message.ask for message in messages}) > 1:
                     self._refuse(label)
                 return messages
@@ -295,7 +301,7 @@ class Agreement:
         """Carry out what ranks ask for of this model."""
         self._irregular = True
         self._loose = self._loose or self._follows
-        own = [(p, m) for p, m in enumerate(messages) if m.model == self._number]
+        own = [(p, m) for p, m in enumerate(messages) if m.model == self.number]
         for place, message in own:
             if message.ask is Ask.READY:
                 self._ready_on.setdefault(message.word, set()).add(place)
@@ -306,7 +312,7 @@ class Agreement:
                 self._reduce(index)
         for index in dict.fromkeys(m.word for _, m in own if m.ask is Ask.GATHER):
             unit = self._units[index]
-            wanted = mine == Message(self._number, Ask.GATHER, index)
+            wanted = mine == Message(self.number, Ask.GATHER, index)
             if wanted and unit.state is State.SHARDED:
                 self._crew.gather(unit)
             else:

@@ -231,6 +231,12 @@ class Backward:
             self._reducer.find_trained()
             self._agreement.forget_trained()
 
+    def forget(self) -> None:
+        """Forget what the next backward would go through."""
+        self._crew.leave_all()
+        self._crew.phase = Phase.IDLE
+        self.current, self._since, self._count = None, "", 0
+
     def abandon(self, strayed: bool) -> None:
         """Leave the forward or backward under way; see ``Schedule.reset``."""
         self._agreement.abort()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .counters import CommStats
-from .errors import CommError, Error
 from .groups import Ranks, groups_of
 from .messages import Together, Work
+from .named_errors import NamedErrors
 from .refusal import Refusal
 from .simulated import ranks_of
 from .streams import Lane, Mark, compute_waits
@@ -86,32 +86,6 @@ class Handle:
             if self.transfer is not None:
                 self.transfer.waited(start, now)
         compute_waits(self._mark)
-
-
-class _NamedErrors(NamedTuple):
-    """Turns the backend's error into one that names the collective and the rank that saw it."""
-
-    comm: Comm
-    op: str
-    tag: Tag
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, Error):
-            self.comm.broken = True
-            over = self.comm.shards
-            # An error out of shared memory has named the rank.
-            knows = None if over.in_memory else over.neighbours
-            ended = "" if knows is None else knows.ended()
-            raise CommError(
-                f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
-                f"{error}.{ended} Another rank has stopped, or runs a different model or order of "
-                "units; look at the first error among the ranks' logs."
-            ) from error
 
 
 class Comm:
@@ -199,9 +173,9 @@ class Comm:
         """The model is wrapped, on all ranks."""
         meet_in_one_place(self.shards)
 
-    def named_errors(self, op: str, tag: Tag) -> _NamedErrors:
+    def named_errors(self, op: str, tag: Tag) -> NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""
-        return _NamedErrors(self, op, tag)
+        return NamedErrors(self, op, tag)
 
     def all_gather(
         self,

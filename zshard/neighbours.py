@@ -10,8 +10,9 @@ import secrets
 import select
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,19 +29,28 @@ _SMALL_SUM = 1 << 16  # bytes: sums below have a window of their own, to be wait
 _FAILED = b"!"  # starts the note of a rank that has given up
 
 
+class Missed(RuntimeError):
+    """A rank makes no sense to be waited for any longer; says which, and why."""
+
+
 class Neighbours:
     """What the ranks of ``ranks`` share.
 
     Args:
         lives: of every rank, this one's too.
 
+    It is a context that no exception leaves unnoticed: one in the middle of a collective, out of a
+    signal's handler say, is told to the others, and makes this rank give up.
+
     Attributes:
         token: the same on all of them, and only there.
+        failed: why this rank has given up, "" as long as it has not; see ``recover``.
     """
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup, lives: list[Life]) -> None:
         self.token = str(ranks.all_gather_object(secrets.token_hex(8))[0])
-        self._lives = lives
+        self.failed = ""
+        self._ranks, self._lives = ranks, lives
         self._names = [ranks.name(rank) for rank in range(ranks.size)]
         self._group = group  # so that no other one takes its id; see `known`
         self._ended = select.poll()
@@ -68,7 +78,26 @@ class Neighbours:
         self._write_note(b"%b in step %d\0" % (text, step))
 
     def _write_note(self, text: bytes) -> None:
-        self._note[: len(text)] = text
+        if not self.failed:
+            self._note[: len(text)] = text
+
+    def give_up(self, why: str) -> None:
+        """Have the others learn from now on that this rank takes part no longer."""
+        self._write_note(_FAILED + why.encode()[: _NOTE_BYTES - 2] + b"\0")
+        self.failed = self.failed or why
+
+    def __enter__(self) -> None:
+        if self.failed:
+            raise Missed(
+                f"this rank has given up ({self.failed}); call zshard.reset(model) on every rank, "
+                "or start anew"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is not None:
+            self.give_up(f"{kind.__name__} was raised in it during a collective")
 
     def _noted(self, rank: int) -> str:
         text: bytes = self._notes[rank].tobytes()
@@ -81,19 +110,20 @@ class Neighbours:
             wait: of a Rendezvous.
 
         Raises:
-            RuntimeError: that names the rank; ``Comm`` says in which collective of which unit.
+            Missed: that names the rank; ``Comm`` says in which collective of which unit.
         """
-        late = wait(_SLICE_SECONDS)
-        if late < 0:
-            return
-        deadline = time.monotonic() + self._seconds
-        while late >= 0:
-            problem = self._problem(late, time.monotonic() >= deadline)
-            if problem:
-                # So that one who waits for this rank learns of the rank that this one waits for.
-                self._write_note(_FAILED + problem.encode()[: _NOTE_BYTES - 2] + b"\0")
-                raise RuntimeError(problem)
+        with self:
             late = wait(_SLICE_SECONDS)
+            if late < 0:
+                return
+            deadline = time.monotonic() + self._seconds
+            while late >= 0:
+                problem = self._problem(late, time.monotonic() >= deadline)
+                if problem:
+                    # So that one who waits for this rank learns which one this rank waits for.
+                    self.give_up(problem)
+                    raise Missed(problem)
+                late = wait(_SLICE_SECONDS)
 
     def _problem(self, late: int, out_of_time: bool) -> str:
         """Why it makes no sense to wait for rank ``late`` any longer; "" if it does."""
@@ -120,24 +150,32 @@ class Neighbours:
 
     # --- what is small ---------------------------------------------------------------------------
 
-    def swap(self, mine: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Pass ``mine`` (n,) uint8 through the mailbox: pieces' begins and (N, piece) of all."""
+    def swap(self, mine: torch.Tensor, take: Callable[[int, torch.Tensor], object]) -> None:
+        """Pass ``mine`` (n,) uint8 through the mailbox.
+
+        Args:
+            take: called with the begin of each piece, and (N, piece) of all ranks.
+        """
         box = self._mailbox
         for begin in range(0, mine.numel(), _MAILBOX_BYTES):
             piece = mine[begin : begin + _MAILBOX_BYTES]
             self.wait(box.presence.await_departures)
-            box.own[: piece.numel()].copy_(piece)
-            box.presence.arrive()
-            self.wait(box.presence.await_arrivals)
-            yield begin, box.rows[:, : piece.numel()]
-            box.presence.depart()
+            with self:
+                box.own[: piece.numel()].copy_(piece)
+                box.presence.arrive()
+                self.wait(box.presence.await_arrivals)
+                take(begin, box.rows[:, : piece.numel()])
+                box.presence.depart()
 
     def words(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's ``mine`` (n,), one behind the other."""
         everyone = mine.new_empty(len(self._lives), mine.numel())
-        for begin, rows in self.swap(mine.view(torch.uint8)):
+
+        def take(begin: int, rows: torch.Tensor) -> None:
             first, words = begin // mine.itemsize, rows.view(mine.dtype)
             everyone[:, first : first + words.shape[1]] = words
+
+        self.swap(mine.view(torch.uint8), take)
         return everyone.view(-1)
 
     def start_sum(self, value: torch.Tensor, *, maximum: bool) -> _Sum | None:
@@ -147,9 +185,12 @@ class Neighbours:
         room = nbytes in self._sums or (nbytes <= _SMALL_SUM and self._arena.has_room(nbytes))
         if not room or not value.is_contiguous():
             flat = value.reshape(-1)
-            for begin, rows in self.swap(flat.view(torch.uint8)):
+
+            def take(begin: int, rows: torch.Tensor) -> None:
                 first, parts = begin // value.itemsize, rows.view(value.dtype)
                 flat[first : first + parts.shape[1]] = _sum(parts, maximum)
+
+            self.swap(flat.view(torch.uint8), take)
             value.copy_(flat.view_as(value))
             return None
         window = self._sums.get(nbytes)
@@ -158,10 +199,40 @@ class Neighbours:
         elif (before := self._summing.pop(nbytes, None)) is not None:
             before.wait()  # its memory is used again
         self.wait(window.presence.await_departures)
-        window.own.view(value.dtype).copy_(value.view(-1))
-        window.presence.arrive()
-        work = self._summing[nbytes] = _Sum(self, window, value, maximum)
+        with self:
+            window.own.view(value.dtype).copy_(value.view(-1))
+            window.presence.arrive()
+            work = self._summing[nbytes] = _Sum(self, window, value, maximum)
         return work
+
+    # --- after an exception ----------------------------------------------------------------------
+
+    def given_up(self) -> bool:
+        """Whether any rank has, as far as can be seen here."""
+        mark = _FAILED.decode()
+        return any(self._noted(rank).startswith(mark) for rank in range(len(self._lives)))
+
+    def recover(self, arenas: Iterable[Arena], mine: object) -> list[object]:
+        """Begin anew where ranks have given up; all come here, through the process group.
+
+        Args:
+            arenas: of the models that share memory; mine: to be told to the others.
+
+        Returns:
+            What each rank has told.
+        """
+        mark = "reset", self.token
+        everyone = self._ranks.all_gather_object((mark, mine))
+        if any(not isinstance(each, tuple) or each[0] != mark for each in everyone):
+            raise Missed("a rank is in another collective of the process group, not in a reset")
+        # From here on nobody waits for anybody.
+        for arena in (self._arena, *arenas):
+            arena.rewind()
+        self._summing.clear()
+        self.failed = ""
+        self._write_note(b"\0")
+        self._ranks.all_gather_object(None)
+        return [told for _, told in cast("list[tuple[object, object]]", everyone)]
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -180,11 +251,12 @@ class _Sum:
 
     def wait(self) -> bool:
         if self._value is not None:
-            self._over.wait(self._window.presence.await_arrivals)
-            total = _sum(self._window.rows.view(self._value.dtype), self._maximum)
-            self._value.copy_(total.view_as(self._value))
-            self._window.presence.depart()
-            self._value = None
+            with self._over:
+                self._over.wait(self._window.presence.await_arrivals)
+                total = _sum(self._window.rows.view(self._value.dtype), self._maximum)
+                self._value.copy_(total.view_as(self._value))
+                self._window.presence.depart()
+                self._value = None
         return True
 
 

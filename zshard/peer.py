@@ -10,6 +10,7 @@ different ones in different orders. Sums are made by the reader, in rank order.
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from typing import NamedTuple
 
@@ -64,6 +65,11 @@ class PeerRanks(Ranks):
         """Need ``lent`` no longer; others still may, and have it mapped themselves."""
         self._arena.give_back(lent)
 
+    @property
+    def arena(self) -> Arena:
+        """What is lent, of all ranks."""
+        return self._arena
+
     def leave(self) -> None:
         """Lend nothing any more; nobody reads."""
         self._shards.clear()
@@ -94,33 +100,38 @@ class PeerRanks(Ranks):
     ) -> Work | None:
         """Lend ``shard`` (S,); what others lend is read when it is waited for."""
         if (found := self._arena.find(shard)) is None:
-            for begin, rows in self._neighbours.swap(shard):
-                full.view(self.size, -1)[:, begin : begin + rows.shape[1]].copy_(rows)
+            parts = full.view(self.size, -1)
+            self._neighbours.swap(
+                shard, lambda begin, rows: parts[:, begin : begin + rows.shape[1]].copy_(rows)
+            )
             return None
-        found[0].presence.arrive()
-        return _Gather(self, full, shard)
+        with self._neighbours:
+            found[0].presence.arrive()
+            return _Gather(self, full, shard)
 
     def read(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """End a gather: wait until all lend their shards, and copy them."""
         window, begin = self._find(shard)
-        self._neighbours.wait(window.presence.await_arrivals)
-        if (shards := self._shards.get((window, begin))) is None:
-            step = shard.nbytes if window.whole else 0
-            begins = [begin + (rank - self.rank) * step for rank in range(self.size)]
-            shards = self._shards[window, begin] = [
-                row[at : at + shard.nbytes].view(_COPIED)
-                for row, at in zip(window.rows, begins, strict=True)
-            ]
-        ops.gather_cast_(full.view(_COPIED), shards)
-        window.presence.depart()
+        with self._neighbours:
+            self._neighbours.wait(window.presence.await_arrivals)
+            if (shards := self._shards.get((window, begin))) is None:
+                step = shard.nbytes if window.whole else 0
+                begins = [begin + (rank - self.rank) * step for rank in range(self.size)]
+                shards = self._shards[window, begin] = [
+                    row[at : at + shard.nbytes].view(_COPIED)
+                    for row, at in zip(window.rows, begins, strict=True)
+                ]
+            ops.gather_cast_(full.view(_COPIED), shards)
+            window.presence.depart()
 
     def start_exchange(
         self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
     ) -> Work | None:
         """Lend ``packed``; ``chunks`` are the others', where they lie."""
         window, _ = self._find(packed)
-        window.presence.arrive()
-        return _Arrivals(self._neighbours, window)
+        with self._neighbours:
+            window.presence.arrive()
+            return _Arrivals(self._neighbours, window)
 
     def start_all_reduce(self, value: torch.Tensor, *, maximum: bool) -> Work | None:
         """Start summing ``value`` in rank order (or taking its maximum), in place."""
@@ -129,9 +140,20 @@ class PeerRanks(Ranks):
     def broadcast(self, value: torch.Tensor) -> None:
         """Replace ``value`` by the first rank's, in place."""
         flat = value.contiguous().view(-1).view(torch.uint8)
-        for begin, rows in self._neighbours.swap(flat):
-            flat[begin : begin + rows.shape[1]] = rows[0]
+        self._neighbours.swap(
+            flat, lambda begin, rows: flat[begin : begin + rows.shape[1]].copy_(rows[0])
+        )
         value.copy_(flat.view(value.dtype).view_as(value))
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Every rank's ``value``, pickled on the way."""
+        # Not through the process group, where those meet that have given up; see recovery.py.
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.all_gather_words(torch.tensor([mine.numel()])).tolist()
+        padded = mine.new_zeros(max(sizes))
+        padded[: mine.numel()] = mine
+        rows = self.all_gather_words(padded).view(self.size, -1).numpy()
+        return [pickle.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
 
 class _Gather(NamedTuple):

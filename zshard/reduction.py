@@ -200,6 +200,15 @@ class Reducer:
         self._flights.clear()
         self._in_flight = None
 
+    def forget(self) -> None:
+        """Drop all gradients, as all ranks do, and what is not known of them yet."""
+        self._flights.clear()
+        self._in_flight, self._summary, self._summary_handles = None, None, []
+        for flat in self._all:
+            flat.grads.drop_leaves()
+            flat.grads.drop()
+        self._sum_of_squares, self.grad_scale, self.unscales = None, None, False
+
     # --- what is known of the gradients ----------------------------------------------------------
 
     @property

@@ -71,7 +71,7 @@ class Schedule:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self._order: list[Unit] = []  # units as the last forward called them
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
-        self._updates = Updates(units)
+        self.updates = Updates(units)
         self._inside_method = ""  # the name of the method, other than forward, being run
         self._handled: BaseException | None = None  # around the forward under way
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
@@ -124,9 +124,9 @@ class Schedule:
         return None
 
     def _begin_forward(self) -> None:
-        word = 2 * self._updates.count() + self.buffers.changed
+        word = 2 * self.updates.count() + self.buffers.changed
         words = self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward", word=word)
-        self._updates.check([word >> 1 for word in words])
+        self.updates.check([word >> 1 for word in words])
         if any(word & 1 for word in words):
             self.buffers.broadcast()
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from .clock import Clock
 from .counters import CommStats
-from .errors import InputError, StateError
+from .errors import CommError, InputError, StateError
+from .recovery import has_given_up, recover
 from .trace import Trace
 from .wrap import schedule_of
 
@@ -93,8 +94,25 @@ def reset(model: nn.Module) -> None:
     """Bring the model back to the sharded state after an exception in forward or backward.
 
     Gradients that were not reduced yet are dropped. Also done by the next forward.
+
+    Over shared memory (``comm="peer"``) an exception may leave a collective half done: Ctrl-C,
+    while a rank waits. It has given up then, and the others get a CommError that says so. This call
+    brings them back if every rank makes it, and drops all gradients of all models over the group.
+
+    Raises:
+        CommError: if a rank does not come before the group's timeout; with replicas (HSDP), or
+            where a model over the process group may be in the middle of a collective, too.
+        MismatchError: on every rank, if some had made the step's update and some not.
     """
-    schedule_of(model).reset()
+    schedule = schedule_of(model)
+    if not has_given_up(schedule):
+        try:
+            schedule.reset()
+            return
+        except CommError:
+            if not has_given_up(schedule):
+                raise
+    recover(schedule)
 
 
 def stats(model: nn.Module) -> CommStats:

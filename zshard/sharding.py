@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from .comm import Comm, Tag
+from .errors import CommError
 from .flat import Flat, lend
 from .materialize import swap_contents
+from .place import Place
 from .pool import Pool
 from .precision import Precision
 from .reduction import scratch_sizes
@@ -27,7 +29,6 @@ from .refusal import Refusal, raise_together, tell
 from .shared import NoSharedMemory
 from .strategy import Strategy
 from .transport import say_fallback
-from .unit import Place
 from .unitmap import Owned, UnitSpec, flat_groups, owned_parameters
 
 
@@ -46,7 +47,7 @@ class _Made(NamedTuple):
 
 
 class Sharder:
-    """Shards the units of ``model``.
+    """Shards the units of ``model``; a context that an error leaves with the model as it was.
 
     Args:
         meta: its tensors that have no values yet, by name.
@@ -64,6 +65,16 @@ class Sharder:
         self._meta = {id(tensor): (name, tensor) for name, tensor in meta.items()}
         self._done: list[_Made] = []
         self._to_move: list[Flat] = []  # from memory that the ranks no longer share
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        # After a CommError the other ranks do not come to undo anything.
+        if isinstance(error, Exception) and not isinstance(error, CommError):
+            self._undo()
 
     def shard(self, spec: UnitSpec, strategy: Strategy) -> tuple[list[Flat], list[Place]]:
         """Make a unit's flat buffers, and put sharded parameters in place of the whole ones.
@@ -134,7 +145,7 @@ class Sharder:
             self._raise_or_fall_back(failure, told)
         self._move()
 
-    def undo(self) -> None:
+    def _undo(self) -> None:
         """Make the model as it was. All ranks come here together, if any unit is sharded.
 
         Raises:

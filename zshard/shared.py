@@ -105,6 +105,13 @@ class Arena:
         """Whether a small window takes no more memory than there is."""
         return self._open is not None and self._open.taken + _needed(nbytes) <= _SMALL
 
+    def rewind(self) -> None:
+        """Have this rank neither arrived nor departed anywhere; all ranks do so together."""
+        for extent in self._extents.values():
+            own = extent.parts[self._ranks.rank]
+            for begin in extent.begins:
+                own[begin : begin + _PRESENCE_BYTES].zero_()
+
     def close(self) -> None:
         """Let go of all; what somebody still holds goes with that."""
         self._extents.clear()

@@ -44,7 +44,7 @@ def asked_for(
 def token_of(shards: Ranks) -> str:
     """What the ranks have in common that share memory already; see ``Neighbours``."""
     there = known.get(id(shards.group))
-    return there.token if there else ""
+    return there.token if there and not there.failed else ""
 
 
 def agree_on_transport(

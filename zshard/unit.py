@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from .comm import Comm, Handle, Tag
 from .errors import StateError
 from .flat import Flat
 from .passage import Passage
+from .place import Place
 from .pool import Pool, Slot, aligned
 from .strategy import Strategy
 from .structure import map_tensors, tensors_in
@@ -42,33 +41,6 @@ _LEGAL = {
     State.GATHERING: (State.GATHERED, State.SHARDED),
     State.GATHERED: (State.SHARDED,),
 }
-
-
-@dataclass(frozen=True)
-class Place:
-    """One attribute of one module that holds a parameter of the unit."""
-
-    module: nn.Module
-    attribute: str
-    flat: int  # index into Unit.flats
-    segment: int  # index into the flat's segments
-
-    def install(self, param: torch.Tensor, instead_of: torch.Tensor | None = None) -> None:
-        """Make ``param`` what the module finds under the attribute.
-
-        Raises:
-            StateError: if the module holds something else than ``instead_of`` there now.
-        """
-        if instead_of is not None and self.module._parameters.get(self.attribute) is not instead_of:
-            raise StateError(
-                f"{type(self.module).__name__}.{self.attribute} was replaced after zshard.wrap (by "
-                "an assignment, or torch.func.functional_call). Change values inside "
-                "zshard.full_params(model, write=True); change modules before wrapping."
-            )
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.attribute] = param  # type: ignore[assignment]
-        else:  # a module that keeps books on assignment, as nn.LSTM does
-            setattr(self.module, self.attribute, param)
 
 
 class Unit:
@@ -238,6 +210,8 @@ class Unit:
 
     def reshard(self) -> None:
         """GATHERED or GATHERING -> SHARDED: give the slot back."""
+        if self._comm.broken and self._comm.shards.in_memory:
+            self._gathers.clear()  # which do not go on by themselves
         self._finish_gathers()
         self._enter(State.SHARDED)
         self.in_use = False

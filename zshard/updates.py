@@ -13,11 +13,26 @@ class Updates:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._flats = [flat for unit in units for flat in unit.flats]
-        self._agreed = 0
+        self._agreed = self._before = 0  # changes, up to the last check and the one before
+        self._checks = 0
 
     def count(self) -> int:
         """Changes since ``check`` was called last."""
         return sum(flat.updates for flat in self._flats) - self._agreed
+
+    def counts(self) -> tuple[int, int, int]:
+        """How often ``check`` was called; the changes since the last time, and the one before."""
+        return self._checks, self.count(), self.count() + self._agreed - self._before
+
+    def catch_up(self, everyone: Sequence[tuple[int, int, int]]) -> None:
+        """As ``check``, where ranks may have come to the last one or not: from the one before.
+
+        Args:
+            everyone: the ranks' ``counts``.
+        """
+        first = min(checks for checks, _, _ in everyone)
+        self._checks = first
+        self.check([last if checks == first else both for checks, last, both in everyone])
 
     def check(self, everyone: Sequence[int]) -> None:
         """Compare the ranks' counts, and begin anew.
@@ -25,7 +40,8 @@ class Updates:
         Raises:
             MismatchError: on every rank, if they differ.
         """
-        self._agreed += self.count()
+        self._before, self._agreed = self._agreed, self._agreed + self.count()
+        self._checks += 1
         if len(set(everyone)) > 1:
             raise MismatchError(
                 f"since the last forward the ranks have changed {list(everyone)} flat buffers: the "

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import agree
 from .comm import Comm
-from .errors import CommError, InputError, WrapError
+from .errors import InputError, WrapError
 from .flat import Flat
 from .heap import keep_freed
 from .materialize import (
@@ -23,13 +23,14 @@ from .materialize import (
     move,
     on_meta,
 )
+from .place import Place
 from .pool import Pool
 from .precision import Precision
 from .schedule import Schedule
 from .sharding import Sharder
 from .strategy import Choice, Strategy, strategy_of
 from .transport import Transport
-from .unit import Place, Unit
+from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
 
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
@@ -94,11 +95,14 @@ def wrap(
 
     Raises:
         InputError: an argument that cannot be used, or an ``init_fn`` that does what cannot work.
-            (After an error out of ``init_fn``, build the model anew.)
+            (If ``init_fn`` replaced anything before it raised, build the model anew.)
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
             not of a floating-point dtype, non-persistent buffers on the meta device without an
             ``init_fn``.
         MismatchError: on every rank, if the ranks' models differ.
+        CommError: if a rank cannot be reached any more; then the model may be half wrapped.
+
+        After any other error the model is as it was, and the other ranks have one, too.
     """
     precision = precision or Precision()
     specs: list[UnitSpec] = []
@@ -114,8 +118,9 @@ def wrap(
         _check_split(specs, precision)
     except Exception as error:
         failure = error  # for the other ranks to know, who are about to meet this one
-    if where is None:
-        where = _device_of(model) or default_device(None if failure else device, mesh)
+    if where is None and failure is not None:
+        where, device = _device_of(model), None
+    where = where or default_device(device, mesh)
     transport = Comm(mesh, where, comm, failure)
     meta = on_meta(model)
     if transport.world > 1 and init != "trust":
@@ -129,7 +134,7 @@ def wrap(
     sharder = Sharder(model, precision, transport, where, meta)
     materializer, unusable = None, ""
     made: list[tuple[list[Flat], list[Place]]] = []
-    try:
+    with sharder:
         if init_fn is not None:
             materializer = Materializer(model, specs, init_fn, where, transport)
         else:
@@ -142,13 +147,7 @@ def wrap(
                 agree.values([spec], transport, init)
             made.append(sharder.shard(spec, chosen))
         sharder.reserve(pool)
-        transport.settle()
-    except CommError:
-        raise  # the other ranks do not come to undo anything
-    except Exception:
-        made.clear()
-        sharder.undo()
-        raise
+    transport.settle()
     built: list[Unit] = []
     for index, (spec, chosen, (flats, places)) in enumerate(
         zip(specs, strategies, made, strict=True)

@@ -1,0 +1,212 @@
+"""comm="peer": an exception that a signal's handler raises while a rank waits for others."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailure, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zshard
+from zshard.neighbours import Neighbours
+from zshard.wrap import schedule_of
+
+kVictim = 1
+
+
+class Interrupt:
+    """Has a signal arrive in one wait of this process, counted from now on."""
+
+    def __init__(self, kind: type[BaseException] = KeyboardInterrupt) -> None:
+        self.kind = kind
+        self.waits, self.at, self.real = 0, -1, Neighbours.wait
+        Neighbours.wait = lambda over, wait: self.wait(over, wait)
+
+    def wait(self, over: Neighbours, wait: Callable[[float], int]) -> None:
+        self.waits += 1
+        if self.waits - 1 == self.at:
+            signal.signal(signal.SIGINT, self.handle)
+            self.real(over, lambda seconds: os.kill(os.getpid(), signal.SIGINT))
+        else:
+            self.real(over, wait)
+
+    def handle(self, *_: object) -> None:
+        raise self.kind
+
+    def end(self) -> None:
+        Neighbours.wait = self.real
+
+
+def updates(model: nn.Module) -> int:
+    """How often parameters were changed."""
+    return sum(flat.updates for unit in schedule_of(model).units for flat in unit.flats)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    zshard.clip_grad_norm_(model, 0.1)
+    optimizer.step()
+
+
+def interrupted(
+    rank: int, world_size: int, strategy: str, steps: int
+) -> list[tuple[int, str, bool]]:
+    """Every wait of so many ``steps`` is interrupted once; the step is repeated after a reset."""
+    data = models.batches("odd_parameters", 3, rank)
+    before_that = 2 - steps
+
+    def run(at: int) -> tuple[int, str, dict[str, torch.Tensor]]:
+        model = zshard.wrap(models.build("odd_parameters"), comm="peer", strategy=strategy)
+        optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+        for batch in data[:before_that]:
+            step(model, optimizer, batch)
+        interrupt = Interrupt()
+        interrupt.at = at if rank == kVictim else -1
+        seen = ""
+        for batch in data[before_that:]:
+            waits, before = interrupt.waits, updates(model)
+            try:
+                step(model, optimizer, batch)
+            except (KeyboardInterrupt, zshard.CommError) as error:
+                if not isinstance(error, KeyboardInterrupt):
+                    assert "rank 1 (process" in str(error)
+                    assert "has given up: KeyboardInterrupt was raised in it" in str(error)
+                seen = type(error).__name__
+                try:
+                    zshard.reset(model)
+                except zshard.MismatchError:
+                    interrupt.end()
+                    return waits, "torn", {}
+                if updates(model) == before:  # else it came as far as that
+                    step(model, optimizer, batch)
+        interrupt.end()
+        return waits, seen, zshard.state_dict(model)
+
+    waits, _, wanted = run(-1)
+    everyone: list[int] = [0] * world_size
+    dist.all_gather_object(everyone, waits)
+    waits = everyone[kVictim]
+    found = []
+    for at in range(waits):
+        _, seen, state = run(at)
+        same = all(torch.equal(state[name], wanted[name]) for name in state)
+        found.append((at, seen, same))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "steps"), [("zero3", 2, 2), ("zero3", 3, 1), ("zero1", 2, 1)]
+)
+def test_after_an_interrupt_in_any_wait_all_ranks_are_brought_back(
+    strategy: str, world_size: int, steps: int
+) -> None:
+    ranks = run_ranks(interrupted, world_size, strategy, steps, timeout=60)
+    assert len(ranks[0]) > 8
+    for each in zip(*ranks, strict=True):
+        outcomes = {seen == "torn" for _, seen, _ in each}
+        assert len(outcomes) == 1, "on every rank the same"
+        if outcomes == {False}:
+            assert each[kVictim][1] == "KeyboardInterrupt"
+            assert {seen for rank, (_, seen, _) in enumerate(each) if rank != kVictim} == {
+                "CommError"
+            }
+            assert all(same for _, _, same in each)
+    assert sum(seen != "torn" for _, seen, _ in ranks[0]) > len(ranks[0]) // 2
+
+
+class Alarm(Exception):
+    """What a handler raises that is not a KeyboardInterrupt."""
+
+
+def goes_on(rank: int, world_size: int, kind: type[BaseException]) -> list[str]:
+    """The exception is caught, and the next steps taken without a reset; then with one."""
+    model = zshard.wrap(models.build("odd_parameters"), comm="peer")
+    batch = models.batches("odd_parameters", 1, rank)[0]
+    model(batch).square().mean().backward()
+    interrupt = Interrupt(kind)
+    interrupt.at = 1 if rank == kVictim else -1
+    said = []
+    for _ in range(3):
+        try:
+            model(batch).square().mean().backward()
+        except (kind, zshard.CommError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    interrupt.end()
+    zshard.reset(model)
+    model(batch).square().mean().backward()
+    return said
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
+def test_a_rank_that_goes_on_without_a_reset_is_refused_and_so_are_the_others(
+    kind: type[BaseException],
+) -> None:
+    for rank, said in enumerate(run_ranks(goes_on, 3, kind, timeout=30)):
+        assert len(said) == 3
+        why = f"{kind.__name__} was raised in it during a collective"
+        if rank == kVictim:
+            assert said[0].startswith(kind.__name__)
+        else:
+            assert re.search(rf"rank 1 \(process \d+\) has given up: .*{why}", said[0])
+        for later in said[1:]:
+            assert "this rank has given up" in later
+            assert "call zshard.reset(model) on every rank" in later
+
+
+def leaves(rank: int, world_size: int, folder: str) -> None:
+    model = zshard.wrap(models.build("odd_parameters"), comm="peer")
+    batch = models.batches("odd_parameters", 1, rank)[0]
+    interrupt = Interrupt()
+    interrupt.at = 3 if rank == kVictim else -1
+    try:
+        model(batch).square().mean().backward()
+    except zshard.CommError as error:
+        with pytest.raises(zshard.CommError) as raised:
+            zshard.reset(model)
+        Path(folder, str(rank)).write_text(f"{error}\n{raised.value}")
+
+
+def test_where_the_rank_ends_the_others_are_told_and_a_reset_says_that_it_cannot(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RankFailure, match="KeyboardInterrupt"):
+        run_ranks(leaves, 3, str(tmp_path), timeout=30)
+    for rank in (0, 2):
+        first, second = (tmp_path / str(rank)).read_text().split("\n", 1)
+        assert re.search(r"rank 1 \(process \d+\) has (given up|ended)", first)
+        assert "reset in reset of unit 'root'" in second
+        assert re.search(r"rank 1 \(process \d+\) has", second)
+
+
+def cannot(rank: int, world_size: int, how: str) -> str:
+    """The process group may be in the middle of something, too."""
+    mesh = init_device_mesh("cpu", (2, 2)) if how == "replicas" else None
+    model = zshard.wrap(models.build("odd_parameters"), comm="peer", mesh=mesh)
+    other = zshard.wrap(models.build("odd_parameters"), comm="group") if mesh is None else None
+    if mesh is not None and rank not in (0, 1):
+        return ""  # another replica, which goes by the process group's timeout
+    Interrupt().at = 0 if rank == kVictim else -1
+    with pytest.raises((KeyboardInterrupt, zshard.CommError)):
+        model(models.batches("odd_parameters", 1, rank)[0])
+    with pytest.raises(zshard.CommError) as raised:
+        zshard.reset(model)
+    del other
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["another model", "replicas"])
+def test_a_reset_that_could_meet_another_collective_is_refused(how: str) -> None:
+    world_size = 4 if how == "replicas" else 2
+    for rank, said in enumerate(run_ranks(cannot, world_size, how, timeout=30)[:2]):
+        assert f"rank {rank} of {world_size} cannot be brought back" in said
+        assert "Start the processes anew" in said

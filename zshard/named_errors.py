@@ -1,0 +1,38 @@
+"""Errors of the backends, by the names of the collective and of the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import CommError, Error
+from .neighbours import Missed
+
+if TYPE_CHECKING:
+    from .comm import Comm, Tag
+
+
+class NamedErrors(NamedTuple):
+    """Turns the backend's error into one that names the collective and the rank that saw it."""
+
+    comm: Comm
+    op: str
+    tag: Tag
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        neighbours = self.comm.shards.neighbours
+        if neighbours is not None and neighbours.failed:
+            self.comm.broken = True
+        if isinstance(error, RuntimeError) and not isinstance(error, Error):
+            self.comm.broken = True
+            unnamed = neighbours is not None and not isinstance(error, Missed)
+            ended = neighbours.ended() if neighbours is not None and unnamed else ""
+            raise CommError(
+                f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
+                f"{error}.{ended} Another rank has stopped, or runs a different model or order of "
+                "units; look at the first error among the ranks' logs."
+            ) from error
