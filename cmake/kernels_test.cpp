@@ -207,6 +207,8 @@ struct ReduceCall {
     ReduceCall() {
         peers =
             draw_rows(memory, optim.args[0].grad_dtype, draw(1, 5), optim.args[0].shards[0].numel);
+        if (one_in(8))
+            for (OptimArgs<Adamw>& args : optim.args) args.rows.num_segments = 0;
     }
 
     ReduceAdamwArgs args(int side) const {
