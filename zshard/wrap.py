@@ -75,7 +75,8 @@ def wrap(
         comm: how the ranks of the sharding group reach each other. "group": by the process group's
             collectives. "peer": they read each other's memory, which they share; every rank has to
             be a process on one Linux host, with parameters on the CPU. "auto": what the environment
-            variable ZSHARD_COMM says, else "peer" where every rank finds it possible, else "group".
+            variable ZSHARD_COMM says, else "peer" where every rank finds it possible and has memory
+            for it, else "group", which the logger "zshard" then says.
         prefetch: how many units are gathered ahead of the one that computes.
         init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
             0's values; "trust" does neither.
@@ -97,7 +98,7 @@ def wrap(
             (If ``init_fn`` replaced anything before it raised, build the model anew.)
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
             not of a floating-point dtype, non-persistent buffers on the meta device without an
-            ``init_fn``.
+            ``init_fn``; for "peer", a rank out of reach or without memory to share.
         MismatchError: on every rank, if the ranks' models differ.
         CommError: if a rank cannot be reached any more; then the model may be half wrapped.
 
