@@ -56,7 +56,8 @@ def facts(model: nn.Module) -> list[object]:
         found.append((name, id(param), type(param), about, getattr(param, "note", ""), values))
     for name, module in model.named_modules():
         hooks = list(module._forward_pre_hooks), list(module._forward_hooks)
-        found.append((name, hooks, sorted(vars(module))))
+        recurrent = len(getattr(module, "_flat_weight_refs", ()))
+        found.append((name, hooks, sorted(vars(module)), recurrent))
     return found
 
 
@@ -76,6 +77,8 @@ class Fault:
         self.kind, self.held, self.flat = kind, [], sharding.Flat
         if kind == "a weak reference":
             self.held.append(weakref.ref(model.blocks[2].bias))
+        elif kind == "one to a recurrent weight":
+            self.held.append(weakref.ref(model.recurrent.weight_ih_l0))
         elif kind == "a graph":
             self.held.append(model.blocks[2].bias.square())
         elif kind == "an allocation":
@@ -128,6 +131,7 @@ kOptions = {
         *(("peer", "an allocation", (2,), options) for options in kOptions),
         *((comm, "an allocation", (2, 2), "zero3") for comm in ("group", "peer")),
         ("group", "a graph", (3,), "split"),
+        ("peer", "one to a recurrent weight", (2,), "zero3"),
         ("group", "an allocation", (1,), "bf16"),
     ],
 )
@@ -136,7 +140,10 @@ def test_an_error_at_a_later_unit_on_one_rank_leaves_all_models_as_they_were(
 ) -> None:
     world_size = math.prod(shape)
     *others, own = run_ranks(undone, world_size, comm, kind, shape, kOptions[options], timeout=40)
-    expected = "can't allocate memory" if kind == "an allocation" else "blocks.2.bias cannot be"
+    expected = {
+        "an allocation": "can't allocate memory",
+        "one to a recurrent weight": "recurrent.weight_ih_l0 cannot be",
+    }.get(kind, "blocks.2.bias cannot be")
     assert expected in own
     for said in others:
         assert said.startswith(f"WrapError: rank {len(others)}: ")

@@ -7,6 +7,11 @@ process could leave behind, and the size of /dev/shm sets no limit. Every rank r
 itself: its pages lie on that rank's NUMA node, and a lack of memory is an error here, on every
 rank, instead of a signal at the first write. All ranks ask for the same windows in the same order,
 so a window has the same place in every part.
+
+It is made in wrap: the mailbox and what is small (with the first model over a group), then with
+each unit its shards or full buffers, then two reduce buffers if anything is trained. Later only
+reduce buffers that have to grow are made anew, as the first backward begins that trains a larger
+unit. A lack is found there on all ranks, before anything has begun.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def wrap(
             collectives. "peer": they read each other's memory, which they share; every rank has to
             be a process on one Linux host, on the CPU or with a GPU of its own. "auto": what the
             environment variable ZSHARD_COMM says, else on the CPU "peer" where every rank finds it
-            possible, else "group".
+            possible and has memory for it, else "group", which the logger "zshard" then says.
         prefetch: how many units are gathered ahead of the one that computes.
         init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
             0's values; "trust" does neither.
@@ -98,7 +98,7 @@ def wrap(
             (If ``init_fn`` replaced anything before it raised, build the model anew.)
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
             not of a floating-point dtype, non-persistent buffers on the meta device without an
-            ``init_fn``.
+            ``init_fn``; for "peer", a rank out of reach or without memory to share.
         MismatchError: on every rank, if the ranks' models differ.
         CommError: if a rank cannot be reached any more; then the model may be half wrapped.
 
