@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,8 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
+from zshard.comm import Tag
+from zshard.wrap import schedule_of
 
 
 def uneven() -> nn.Sequential:
@@ -117,3 +120,22 @@ def test_reduce_buffers_that_grew_leave_no_shared_memory_behind() -> None:
         for step, (small, large) in zip(growth, ((600, 801), (801, 1200)), strict=True):
             buffers = 2 * 2 * 4 * ((large * large + large) - (small * small + small))
             assert abs(step - buffers) < 1 << 16, "two buffers of two ranks have grown in place"
+
+
+def waits_for_the_last_rank(rank: int, world_size: int) -> float:
+    """Seconds that a rank says it has waited in a backward whose gradients come late from one."""
+    model = zshard.wrap(uneven(), strategy="ddp", comm="peer")
+    last = rank == world_size - 1
+
+    def interpose(op: str, tag: Tag) -> None:
+        if last and (op, tag.phase) == ("all_gather", "reduce"):
+            time.sleep(0.1)
+
+    schedule_of(model).comm.interpose = interpose
+    zshard.stats(model).reset()
+    model(torch.ones(2, 3)).sum().backward()
+    return zshard.stats(model).exposed_seconds
+
+
+def test_what_passes_the_mailbox_is_waited_for() -> None:
+    assert run_ranks(waits_for_the_last_rank, 2)[0] > 0.05

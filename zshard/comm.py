@@ -254,7 +254,10 @@ class Comm:
             self._count(op, sent, tag, over)
             if transfer is not None and trace is not None and lane.stream is not None:
                 transfer.start = trace.stamp()
+            began = time.perf_counter()
             work = start()
+            if work is None and over.read_by_waiter:  # it was waited for here
+                self.stats.exposed_seconds += time.perf_counter() - began
             if transfer is not None and trace is not None:
                 if work is None:  # it runs on the lane, or is done
                     transfer.ends.append(trace.stamp())
