@@ -6,6 +6,7 @@ is in a meeting of one model finds there a rank that is in a meeting of another.
 
 from __future__ import annotations
 
+import pickle
 import secrets
 import select
 import time
@@ -177,6 +178,16 @@ class Neighbours:
 
         self.swap(mine.view(torch.uint8), take)
         return everyone.view(-1)
+
+    def objects(self, value: object) -> list[object]:
+        """Every rank's ``value``, pickled on the way."""
+        # Not through the process group, where those meet that have given up; see recovery.py.
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.words(torch.tensor([mine.numel()], device="cpu")).tolist()
+        padded = mine.new_zeros(max(sizes))
+        padded[: mine.numel()] = mine
+        rows = self.words(padded).view(len(sizes), -1).numpy()
+        return [pickle.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
     def start_sum(self, value: torch.Tensor, *, maximum: bool) -> _Sum | None:
         """Start summing ``value`` in rank order (or taking its maximum), in place."""

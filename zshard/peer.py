@@ -10,7 +10,6 @@ different ones in different orders. Sums are made by the reader, in rank order.
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from typing import NamedTuple
 
@@ -144,16 +143,6 @@ class PeerRanks(Ranks):
             flat, lambda begin, rows: flat[begin : begin + rows.shape[1]].copy_(rows[0])
         )
         value.copy_(flat.view(value.dtype).view_as(value))
-
-    def all_gather_object(self, value: object) -> list[object]:
-        """Every rank's ``value``, pickled on the way."""
-        # Not through the process group, where those meet that have given up; see recovery.py.
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.all_gather_words(torch.tensor([mine.numel()])).tolist()
-        padded = mine.new_zeros(max(sizes))
-        padded[: mine.numel()] = mine
-        rows = self.all_gather_words(padded).view(self.size, -1).numpy()
-        return [pickle.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
 
 class _Gather(NamedTuple):

@@ -134,7 +134,7 @@ class Arena:
         except OSError as error:
             problem = str(error)
         path = str(ranks.all_gather_object(descriptor_path(made))[0])
-        parts = torch.empty(0)
+        parts = torch.empty(0, device="cpu")
         try:
             if not problem:
                 parts = _map(path, part, ranks)
