@@ -56,12 +56,17 @@ class Memory:
 PEERS = ("fsdp2", "fsdp1", "ddp")
 
 
-def _resident(field: str) -> int:
-    """A figure of the kernel's, in bytes: VmRSS, or VmHWM, its peak."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark needs Linux")
+def _resident() -> tuple[int, int]:
+    """What the kernel counts as resident, in bytes: now, and at the peak.
+
+    Both from one read: between two of them a page can come, and rest lie above its own peak.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    if not {"VmRSS", "VmHWM"} <= values.keys():
+        raise RuntimeError("/proc/self/status has no VmRSS and VmHWM: this benchmark needs Linux")
+    now, peak = (int(values[field].split()[0]) * 1024 for field in ("VmRSS", "VmHWM"))
+    return now, peak
 
 
 def _reset_peak() -> None:
@@ -96,19 +101,19 @@ def rank_main(name: str, setting: Setting, steps: int) -> dict[str, object]:
     MAKERS["plain"](warm).step(*warm.batches(0)[0])
     dist.barrier()
     gc.collect()
-    before = _resident("VmRSS")
+    before, _ = _resident()
     _reset_peak()
     contestant = MAKERS[name](setting)
     batches = setting.batches(dist.get_rank())
-    setup = _resident("VmHWM")
+    _, setup = _resident()
     for index in range(_WARM_STEPS):
         contestant.step(*batches[index])
     dist.barrier()
-    whole = _resident("VmHWM")
+    _, whole = _resident()
     _reset_peak()
     for index in range(steps):
         contestant.step(*batches[index % len(batches)])
-    steady, rest = _resident("VmHWM"), _resident("VmRSS")
+    rest, steady = _resident()
     found: list[int] = []
     optimizer = contestant.optimizer
     assert optimizer is not None

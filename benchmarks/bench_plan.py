@@ -1,8 +1,8 @@
 """How far zshard.plan's step times can be trusted: predicted over measured, zshard bench plan.
 
 For each number of ranks and setting the machine is measured by the same ranks (zshard bench
-machine), before and after the steps, and a step of every strategy is predicted from that. The steps
-are run in rounds, all strategies in each, in a random order.
+machine) before, between and after the steps, and a step of every strategy is predicted from each
+profile. The steps are run in rounds, all strategies in each, in a random order.
 """
 
 from __future__ import annotations
@@ -60,44 +60,59 @@ class Case:
         return {**asdict(self), "measured": measured, "ratio": self.ratio._asdict()}
 
 
-def run(
-    setting: Setting, effort: Effort, comm: Literal["group", "peer"]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps of every strategy: the slowest rank's seconds, and the ranks' mean of waiting.
+class Steps:
+    """Steps of every strategy in rounds, in a random order each."""
 
-    Both are (rounds, strategies).
-    """
-    contestants = {name: make_zshard(setting, Variant(name, comm=comm)) for name in STRATEGIES}
-    batches = setting.batches(dist.get_rank())
-    rounds: list[list[tuple[float, float]]] = []
-    order, shuffler = list(STRATEGIES), random.Random(0)
-    for number in range(effort.warmups + effort.rounds):
-        shuffler.shuffle(order)
+    def __init__(self, setting: Setting, effort: Effort, comm: Literal["group", "peer"]) -> None:
+        self._contestants = {
+            name: make_zshard(setting, Variant(name, comm=comm)) for name in STRATEGIES
+        }
+        self._batches = setting.batches(dist.get_rank())
+        self._shuffler = random.Random(0)
+        self._rounds: list[list[tuple[float, float]]] = []
+        for number in range(effort.warmups):
+            self._round(number)
+
+    def _round(self, number: int) -> dict[str, tuple[float, float]]:
+        order = list(STRATEGIES)
+        self._shuffler.shuffle(order)
         taken = {}
         for name in order:
-            one, batch = contestants[name], batches[number % len(batches)]
+            one, batch = self._contestants[name], self._batches[number % len(self._batches)]
             before = one.exposed_seconds()
             seconds = bench_machine.timed(partial(one.step, *batch))
             taken[name] = seconds, one.exposed_seconds() - before
-        if number >= effort.warmups:
-            rounds.append([taken[name] for name in STRATEGIES])
-    found = torch.tensor(rounds, dtype=torch.float64)
-    slowest, waited = found[..., 0].contiguous(), found[..., 1].contiguous()
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(waited)
-    return slowest, waited / dist.get_world_size()
+        return taken
+
+    def run(self, rounds: int) -> None:
+        """Run that many more rounds."""
+        for number in range(rounds):
+            taken = self._round(number)
+            self._rounds.append([taken[name] for name in STRATEGIES])
+
+    def seconds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slowest rank's seconds, and the ranks' mean of waiting; (rounds, strategies) each."""
+        found = torch.tensor(self._rounds, dtype=torch.float64)
+        slowest, waited = found[..., 0].contiguous(), found[..., 1].contiguous()
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(waited)
+        return slowest, waited / dist.get_world_size()
 
 
 def measure(
     setting: Setting, effort: Effort, comm: Literal["group", "peer"], facts: dict[str, object]
 ) -> tuple[list[Case], list[dict[str, object]]]:
-    """Profile the machine, run the steps, profile it again; predict as the mean of both profiles.
+    """Profile the machine before, between and after the steps; predict as the median profile does.
 
-    A machine that others use is not the same a minute later, and the steps lie in between.
+    A machine that others use changes within a minute, and may be busy for one of the three.
     """
-    profiles = [bench_machine.rank_main(setting.device, setting.tokens, facts)]
-    slowest, waited = run(setting, effort, comm)
-    profiles.append(bench_machine.rank_main(setting.device, setting.tokens, facts))
+    profile = partial(bench_machine.rank_main, setting.device, setting.tokens, facts)
+    profiles = [profile()]
+    steps = Steps(setting, effort, comm)
+    for rounds in (effort.rounds // 2, effort.rounds - effort.rounds // 2):
+        steps.run(rounds)
+        profiles.append(profile())
+    slowest, waited = steps.seconds()
     cases = []
     for index, name in enumerate(STRATEGIES):
         planned = [
@@ -119,8 +134,8 @@ def measure(
                 comm,
                 f"{setting.model} {setting.tokens} tokens {setting.precision}",
                 name,
-                statistics.fmean(each.step_seconds or 0.0 for each in planned),
-                statistics.fmean(each.exposed_seconds or 0.0 for each in planned),
+                statistics.median(each.step_seconds or 0.0 for each in planned),
+                statistics.median(each.exposed_seconds or 0.0 for each in planned),
                 slowest[:, index].tolist(),
                 float(waited[:, index].median()),
             )

@@ -206,12 +206,16 @@ kScenes = {
 }
 
 
+# What `scratch` makes, wherever it does.
+kScratch = "scratch-of-a-test-"
+
+
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A folder in memory where there is one: thousands of saves would wait for a disk."""
     shared = "/dev/shm"
     place = shared if os.path.isdir(shared) and os.access(shared, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="zshard-", dir=place) as name:
+    with tempfile.TemporaryDirectory(prefix=kScratch, dir=place) as name:
         yield Path(name)
 
 
