@@ -82,14 +82,14 @@ class Ranks:
 
     def find_hosts(self) -> None:
         """Learn from every rank whether all are on one host; see [Note: the ways of gloo]."""
-        if not self._gloo or self.group is None or self.size == 1:
+        if self.in_memory or not self._gloo or self.group is None or self.size == 1:
             return
         if len(set(self.all_gather_object(_host()))) > 1:
             self._messenger = Messenger(self.group, self.rank, self.size)
 
     def chunks(self, dtype: torch.dtype) -> int:
         """Rows that ``Comm.exchange`` delivers; see ``chunk_rows``."""
-        return chunk_rows(self.size, dtype, nccl=self.nccl)
+        return chunk_rows(self.size, dtype, nccl=self.nccl and not self.in_memory)
 
     def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
         """(numel,): memory for what collectives take from this rank.

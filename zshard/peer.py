@@ -87,13 +87,6 @@ class PeerRanks(Ranks):
 
     # --- collectives -----------------------------------------------------------------------------
 
-    def chunks(self, dtype: torch.dtype) -> int:
-        """Every rank's row, read where it lies."""
-        return self.size
-
-    def find_hosts(self) -> None:
-        """All are on this one."""
-
     def start_gather(
         self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
