@@ -19,7 +19,7 @@ import bench_machine
 import torch
 import torch.distributed as dist
 from contestants import Setting, Variant, make_zshard
-from environment import describe, headline, write_json
+from environment import describe, headline, stolen, write_json
 from protocol import Effort, Ratio, median_ratio
 from rank_group import run_ranks
 from tabulate import tabulate
@@ -223,6 +223,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         machines += report["machines"]  # type: ignore[operator]
         cases += [Case(**fields) for fields in report["cases"]]  # type: ignore[attr-defined]
     print(table(cases))
+    if (share := stolen()) is not None:
+        print(f"the host had {share:.0%} of the work wait for others")
     if arguments.json:
         write_json(
             arguments.json,

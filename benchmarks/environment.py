@@ -25,6 +25,32 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def _ticks() -> tuple[int, int] | None:
+    """Of all processors together: ticks that a hypervisor gave to others, and all but idle ones."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields)
+    return steal, user + nice + system + irq + softirq + steal
+
+
+_TICKS_AT_START = _ticks()
+
+
+def stolen() -> float | None:
+    """The share of what was to be computed since the start that the host had wait for others.
+
+    Of a virtual machine, by all its processes; where it is more than a few percent, times are not
+    this machine's. None where the system does not tell.
+    """
+    now = _ticks()
+    if now is None or _TICKS_AT_START is None:
+        return None
+    steal, busy = (end - start for end, start in zip(now, _TICKS_AT_START, strict=True))
+    return steal / busy if busy else 0.0
+
+
 def describe(device: torch.device) -> dict[str, object]:
     """Everything that a reader needs in order to judge the figures."""
     facts: dict[str, object] = {
@@ -63,7 +89,7 @@ def headline(facts: dict[str, object]) -> str:
 
 
 def write_json(path: str, report: dict[str, object]) -> None:
-    """Write ``report`` to the file ``path``; its folder is made."""
+    """Write ``report`` and what was stolen to the file ``path``; its folder is made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(report, indent=1) + "\n")
+    target.write_text(json.dumps({**report, "stolen": stolen()}, indent=1) + "\n")

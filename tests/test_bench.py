@@ -190,6 +190,23 @@ def test_the_ranks_of_a_benchmark_end_before_their_interpreters_do(
     assert len(ended) == 2, "this program's, and that of multiprocessing's resource tracker"
 
 
+def test_what_the_host_gave_to_others_is_kept_with_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import environment
+
+    stat = "cpu  100 20 30 4000 9 5 6 7 8 8\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
+    for ticks, share in ((stat, 7 / 168), (stat.replace("7 8 8", "67 8 8"), 67 / 228)):
+        monkeypatch.setattr(environment, "_TICKS_AT_START", (0, 0))
+        monkeypatch.setattr(Path, "read_text", lambda path, ticks=ticks: ticks)
+        assert environment.stolen() == share
+        environment.write_json(str(tmp_path / "out" / "report.json"), {"benchmark": "any"})
+        monkeypatch.undo()
+        kept = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert kept == {"benchmark": "any", "stolen": share}
+
+
 def test_collectives_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from bench_collectives import Way, check

@@ -98,6 +98,9 @@ def test_merged_ranks_lie_side_by_side_on_one_clock(tmp_path: Path) -> None:
     for content in (whole, again):
         found = tracks(content)
         assert {pid for pid, _ in found} == {0, 1}
+        threads = {(e["pid"], e["tid"]) for e in content["traceEvents"]}
+        # Perfetto takes a thread 0, and one numbered as a process, for that process's main thread.
+        assert len({tid for _, tid in threads} - {0, 1}) == len(threads) == 8
         both = [[e["ts"] for e in found[rank, "compute"]] for rank in (0, 1)]
         # They trained together, so each began before the other had ended.
         assert max(map(min, both)) < min(map(max, both))

@@ -20,6 +20,9 @@ from .trace import Trace
 from .trace_records import Event, Stall, Transfer
 
 _TRACKS = ("compute", "gather", "reduce", "meet")  # a thread each, in this order
+# Beyond every process's number, and the threads' of all ranks differ: Perfetto puts a thread 0, and
+# one with its process's number, together as that process's main thread.
+_FIRST_TID = 1 << 22
 _DAY_NS = 86_400 * 10**9
 
 Json = dict[str, Any]
@@ -127,16 +130,21 @@ class _Writer:
     def _names(self) -> Iterator[Json]:
         trace = self._trace
         process = f"rank {trace.rank} of {trace.world}: {trace.model}"
-        yield self._meta("process_name", 0, name=process)
-        yield self._meta("process_sort_index", 0, sort_index=trace.rank)
+        yield self._meta("process_name", "compute", name=process)
+        yield self._meta("process_sort_index", "compute", sort_index=trace.rank)
         lanes = {"compute", *(e.stream for e in trace.events), *(t.lane for t in trace.transfers)}
-        for tid, track in enumerate(_TRACKS):
+        for index, track in enumerate(_TRACKS):
             if track in lanes:
-                yield self._meta("thread_name", tid, name=track)
-                yield self._meta("thread_sort_index", tid, sort_index=tid)
+                yield self._meta("thread_name", track, name=track)
+                yield self._meta("thread_sort_index", track, sort_index=index)
 
-    def _meta(self, kind: str, tid: int, **args: object) -> Json:
-        return {"ph": "M", "name": kind, "pid": self._trace.rank, "tid": tid, "args": args}
+    def _on(self, track: str) -> Json:
+        """Where an event is drawn."""
+        rank = self._trace.rank
+        return {"pid": rank, "tid": _FIRST_TID + rank * len(_TRACKS) + _TRACKS.index(track)}
+
+    def _meta(self, kind: str, track: str, **args: object) -> Json:
+        return {"ph": "M", "name": kind, **self._on(track), "args": args}
 
     def _slice(
         self, name: str, category: str, track: str, began: float, ended: float, **args: object
@@ -146,8 +154,7 @@ class _Writer:
             "ph": "X",
             "name": name,
             "cat": category,
-            "pid": self._trace.rank,
-            "tid": _TRACKS.index(track),
+            **self._on(track),
             "ts": first,
             "dur": round(last - first, 3),
             "args": args,
@@ -191,7 +198,7 @@ class _Writer:
         # Viewers look for the slices around both ends, and for arrows that go forwards.
         first = self._time(transfer.began)
         last = min(max(self._time(stall.began), first), self._time(stall.ended))
-        number = next(self._numbers)
-        common = {"name": "waited for", "cat": "stall", "id": number, "pid": self._trace.rank}
-        yield {**common, "ph": "s", "tid": _TRACKS.index(transfer.lane), "ts": min(first, last)}
-        yield {**common, "ph": "f", "bp": "e", "tid": _TRACKS.index("compute"), "ts": last}
+        common = {"name": "waited for", "cat": "stall", "id": next(self._numbers)}
+        start, end = self._on(transfer.lane), self._on("compute")
+        yield {**common, **start, "ph": "s", "ts": min(first, last)}
+        yield {**common, **end, "ph": "f", "bp": "e", "ts": last}
