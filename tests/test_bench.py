@@ -197,14 +197,13 @@ def test_what_the_host_gave_to_others_is_kept_with_the_figures(
     import environment
 
     stat = "cpu  100 20 30 4000 9 5 6 7 8 8\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
+    path = tmp_path / "out" / "report.json"
     for ticks, share in ((stat, 7 / 168), (stat.replace("7 8 8", "67 8 8"), 67 / 228)):
-        monkeypatch.setattr(environment, "_TICKS_AT_START", (0, 0))
-        monkeypatch.setattr(Path, "read_text", lambda path, ticks=ticks: ticks)
-        assert environment.stolen() == share
-        environment.write_json(str(tmp_path / "out" / "report.json"), {"benchmark": "any"})
-        monkeypatch.undo()
-        kept = json.loads((tmp_path / "out" / "report.json").read_text())
-        assert kept == {"benchmark": "any", "stolen": share}
+        with monkeypatch.context() as patch:
+            patch.setattr(environment, "_TICKS_AT_START", (0, 0))
+            patch.setattr(Path, "read_text", lambda path, ticks=ticks: ticks)
+            environment.write_json(str(path), {"benchmark": "any"})
+        assert json.loads(path.read_text()) == {"benchmark": "any", "stolen": share}
 
 
 def test_collectives_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
