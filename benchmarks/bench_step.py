@@ -77,6 +77,9 @@ def measure_steps(
 ) -> Result:
     """Time every contestant once a round, the first one twice, in one random order on all ranks.
 
+    Where one of them leaves communication under way after a step, a turn of each begins with a step
+    that is not timed: it waits for what another has left, and leaves its own.
+
     Args:
         repeats: steps in one timed region.
         ended: called after every round.
@@ -86,10 +89,13 @@ def measure_steps(
     seconds: dict[str, list[float]] = {name: [] for name, _ in order}
     exposed: dict[str, list[float]] = {name: [] for name, _ in order}
     sent: dict[str, list[float]] = {name: [] for name, _ in order}
+    lead = any(contestant.trails for contestant in contestants)
     shuffler, step = random.Random(0), 0
     for number in range(effort.warmups + effort.rounds):
         shuffler.shuffle(order)
         for name, contestant in order:
+            if lead:
+                contestant.step(*batches[step % len(batches)])
             waited = contestant.exposed_seconds()
             _meet(setting.device)
             sent_before = network.sent_bytes()

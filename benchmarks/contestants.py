@@ -48,6 +48,7 @@ class Contestant:
         clip: clips the gradients, given the model.
         backward: given the loss.
         tolerance: relative, of its losses, besides the setting's.
+        trails: whether a step leaves communication under way, for the next one to wait for.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Contestant:
         clip: Callable[[nn.Module], object],
         backward: Callable[[Tensor], object] = Tensor.backward,
         tolerance: float = 0.0,
+        trails: bool = False,
     ) -> None:
-        self.name, self.model, self.optimizer, self.tolerance = name, model, optimizer, tolerance
+        self.name, self.model, self.optimizer = name, model, optimizer
+        self.tolerance, self.trails = tolerance, trails
         self._clip, self._backward = clip, backward
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -179,6 +182,7 @@ def make_zshard(setting: Setting, variant: Variant | None = None) -> Contestant:
         zshard.AdamW(model.parameters(), lr=_LR),
         lambda m: zshard.clip_grad_norm_(m, _MAX_NORM),
         tolerance=TOLERANCE["bf16/bf16"] if reduce == torch.bfloat16 else 0.0,
+        trails=variant.strategy in ("zero1", "zero2"),  # they gather what the step has updated
     )
 
 
