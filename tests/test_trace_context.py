@@ -64,6 +64,17 @@ def test_clear_leaves_what_comes_after(strategy: str) -> None:
     run_ranks(cleared, 2, strategy)
 
 
+def test_events_can_be_read_while_more_are_recorded() -> None:
+    model, step = trained()
+    step(0, 2)  # the order of collectives is known from here on
+    with zshard.trace(model) as trace:
+        step(0, 3)
+        seen = [*trace.events]
+        step(0, 4)
+    assert seen and [*trace.events] == seen * 2
+    check(trace)
+
+
 def test_what_only_an_ended_trace_can_tell_is_refused_inside_the_context() -> None:
     model, step = trained()
     with zshard.trace(model) as trace:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.autograd.profiler import record_function
@@ -12,7 +12,6 @@ from .comm import Comm, Tag
 from .errors import StateError
 from .phase import Phase
 from .reduction import Reducer
-from .trace import Trace
 from .unit import State, Unit
 
 _NOTHING = nullcontext()
@@ -119,33 +118,19 @@ class Crew:
 
     def doing(self, phase: str, unit: Unit) -> AbstractContextManager[None]:
         """A context that is ``phase`` of ``unit``; of a gather or reduce, the issuing of it."""
-        if self._comm.trace is None and not _profiled():
-            return _NOTHING
-        return _Doing(self._comm.trace, phase, unit.label)
+        trace = self._comm.trace
+        inside = _NOTHING if trace is None else trace.phase(phase, unit.label)
+        return _shown(f"zshard::{phase} {unit.label}", inside) if _profiled() else inside
 
     def _tag(self, phase: str, unit: Unit) -> Tag:
         return Tag(self.step, phase, unit.label)
 
 
-class _Doing:
-    """The context of ``Crew.doing``. (A generator's takes twice as long.)"""
-
-    def __init__(self, trace: Trace | None, phase: str, unit: str) -> None:
-        self._trace, self._phase, self._unit = trace, phase, unit
-        self._range: record_function | None = None
-
-    def __enter__(self) -> None:
-        if self._trace is not None:
-            self._trace.enter(self._phase, self._unit)
-        if _profiled():
-            self._range = record_function(f"zshard::{self._phase} {self._unit}")
-            self._range.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *exception: object) -> None:
-        if self._range is not None:
-            self._range.__exit__(*exception)
-        if self._trace is not None:
-            self._trace.leave(self._phase, self._unit)
+@contextmanager
+def _shown(name: str, inside: AbstractContextManager[None]) -> Iterator[None]:
+    """``inside``, as a range of torch.profiler."""
+    with inside, record_function(name):
+        yield
 
 
 def _profiled() -> bool:

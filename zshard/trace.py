@@ -4,8 +4,8 @@
 The compute stream is one row of intervals, each within another or beside it: the phases of units,
 the starting of transfers, and the stalls, in which it does nothing because a transfer, or another
 rank, has not come that far. Transfers lie on lanes of their own. While it records, a trace takes
-stamps and does nothing else; they become seconds when the context ends. What is under way then is
-cut there.
+stamps and does nothing else: what it is told becomes events when they are read, and the stamps
+seconds when the context ends. What is under way then is cut there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING
 
 from .clock import Clock, Stamp
 from .errors import StateError
+from .trace_phases import LANES, Phases, Told
 from .trace_records import Event, Label, Stall, Transfer, Unfinished, wait_for
 
 if TYPE_CHECKING:
@@ -27,20 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Stall", "Trace", "Transfer"]
 
-_STREAMS = {"gather": "gather", "join": "gather", "reduce": "reduce"}  # of phases; else compute
 # How long the end of a trace waits for transfers under way: they have been issued, and on every
 # rank in the same order, but another rank may have something else to do first.
 _LINGER_SECONDS = 1.0
 _UNFINISHED = Unfinished()
+_NOTHING = nullcontext()
 
 
 class Trace:
     """What one rank did during ``zshard.trace``; see [Note: what a trace holds].
 
     Attributes:
-        events: the phases of units, in the order in which they were issued.
-        spans: what else takes time: "issue", the starting of a transfer; "sum", the local sum after
-            an exchange; and the root's "backward" after that of an inner unit.
         transfers: collectives, in the order of issue.
         stalls: where compute waited for them, oldest first.
         seconds: the trace's length; NaN while it is being recorded.
@@ -55,7 +53,8 @@ class Trace:
         self.seconds = math.nan
         self.transfers: list[Transfer] = []
         self._clock, self._now = clock, clock.now
-        self._open: list[Event] = []  # phases of the compute stream under way, outermost first
+        self._told: list[Told] = []  # since the events were read
+        self._tell = self._told.append
         self.clear()
 
     def clear(self) -> None:
@@ -67,14 +66,29 @@ class Trace:
         if self.ended:
             raise StateError("Trace.clear: this trace has ended; begin another zshard.trace(model)")
         _UNFINISHED.add(self.transfers)
-        self.events: list[Event] = []
-        self.spans: list[Event] = []
         self.transfers = []
         self.stalls: list[Stall] = []
-        self._open.clear()
-        self._backward: Event | None = None  # the one under way
-        self._latest: dict[tuple[str, str], Event] = {}  # what transfers belong to
+        self._told.clear()
+        self._phases = Phases()
         self._clock.start()
+
+    @property
+    def events(self) -> list[Event]:
+        """The phases of units, in the order in which they were issued."""
+        return self._caught_up().events
+
+    @property
+    def spans(self) -> list[Event]:
+        """What else takes time: "issue", "sum", and the root's "backward" after an inner unit's."""
+        return self._caught_up().spans
+
+    def _caught_up(self) -> Phases:
+        """The phases, with all that was told so far."""
+        if not self.ended:
+            told = self._told[:]
+            del self._told[: len(told)]
+            self._phases.take(told)
+        return self._phases
 
     @property
     def ended(self) -> bool:
@@ -132,64 +146,42 @@ class Trace:
 
     def enter(self, phase: str, unit: str) -> None:
         """``phase`` of ``unit`` begins; what is for a lane is issued, and its transfers follow."""
-        event = Event(phase, unit)
-        event.first = self._now()
-        self.events.append(event)
-        if (stream := _STREAMS.get(phase)) is not None:
-            event.stream, event.last = stream, event.first
-            self._latest[stream, unit] = event
-            return
-        self._open.append(event)
-        if phase == "backward":
-            self._backward = event
+        self._tell(("enter", phase, unit, self._now()))
 
     def leave(self, phase: str, unit: str) -> None:
         """``phase`` of ``unit`` ends, and what has begun within it; if it is under way."""
-        name = (phase, unit)
-        if name not in self._open:
-            return
-        now, last = self._now(), None
-        while last != name:
-            last = self._open.pop()
-            last.last = now
+        self._tell(("leave", phase, unit, self._now()))
+
+    def phase(self, phase: str, unit: str) -> AbstractContextManager[None]:
+        """A context that is ``phase`` of ``unit``; of what is for a lane, the issuing of it."""
+        if phase in LANES:
+            self._tell(("enter", phase, unit, self._now()))
+            return _NOTHING
+        return Doing(self._tell, self._now, phase, unit)
 
     def leave_all(self) -> None:
         """Whatever is under way ends."""
-        if self._open:
-            self.leave(*self._open[0])
-        self._backward = None
+        self._tell(("leave_all", self._now()))
 
     def end_backward(self, unit: str | None = None) -> None:
         """The backward under way ends; with ``unit``, if it is that unit's."""
-        backward = self._backward
-        if backward is not None and unit in (None, backward.unit):
-            self.leave(*backward)
-            self._backward = None
+        self._tell(("end_backward", unit, self._now()))
 
     def resume_backward(self, unit: str) -> None:
         """Backward goes on in ``unit``, if it is in no other."""
-        if self._backward is None:
-            event = self._backward = Event("backward", unit)
-            event.first = self._now()
-            self.spans.append(event)
-            self._open.append(event)
+        self._tell(("resume_backward", unit, self._now()))
 
     # --- what the seam tells ---------------------------------------------------------------------
 
-    @contextmanager
-    def span(self, phase: str, unit: str, stream: str) -> Iterator[None]:
+    def span(self, phase: str, unit: str, stream: str) -> Span:
         """A context that is no event of the schedule, on the current stream."""
-        event = Event(phase, unit)
-        event.stream, event.first = stream, self._now()
-        self.spans.append(event)
-        yield
-        event.last = self._now()
+        return Span(self._tell, self._now, phase, unit, stream)
 
     def issue(self, op: str, label: Label, nbytes: int, lane: str) -> Transfer:
         """A collective is about to be started."""
         transfer = Transfer(op, label, nbytes, lane, self._now())
-        transfer.event = self._latest.get((label.phase, label.unit))
         self.transfers.append(transfer)
+        self._tell(("issue", transfer))
         return transfer
 
     def stamp(self) -> Stamp:
@@ -198,9 +190,9 @@ class Trace:
 
     def hold(self, op: str, label: Label, transfer: Transfer | None) -> Stall:
         """The compute stream waits."""
-        inside = self._open[-1] if self._open else None
-        stall = Stall(op, label, transfer, inside, self._now())
+        stall = Stall(op, label, transfer, self._now())
         self.stalls.append(stall)
+        self._tell(("hold", stall))
         return stall
 
     def resume(self, stall: Stall) -> None:
@@ -229,9 +221,9 @@ class Trace:
             wait_for(self.transfers, _LINGER_SECONDS)
         _UNFINISHED.add(self.transfers)
         self._clock.synchronize()
-        seconds = self._clock.seconds
+        phases, seconds = self._caught_up(), self._clock.seconds
         self.seconds = end = seconds(last)
-        for event in (*self.events, *self.spans):
+        for event in (*phases.events, *phases.spans):
             event.issued = event.began = seconds(event.first)
             event.ended = seconds(last if event.last is None else event.last)
             event.__dict__.pop("last", None)
@@ -272,6 +264,43 @@ class Trace:
                 event.bytes += transfer.bytes
                 event.began = min(event.began, transfer.began)
                 event.ended = max(event.ended, transfer.ended)
+
+
+class Doing:
+    """The context of ``Trace.phase``, which costs no call of Python's beside its own two."""
+
+    __slots__ = ("_now", "_phase", "_tell", "_unit")
+
+    def __init__(
+        self, tell: Callable[[Told], None], now: Callable[[], Stamp], phase: str, unit: str
+    ) -> None:
+        self._tell, self._now, self._phase, self._unit = tell, now, phase, unit
+
+    def __enter__(self) -> None:
+        self._tell(("enter", self._phase, self._unit, self._now()))
+
+    def __exit__(self, *exception: object) -> None:
+        self._tell(("leave", self._phase, self._unit, self._now()))
+
+
+class Span:
+    """The context of ``Trace.span``."""
+
+    def __init__(
+        self,
+        tell: Callable[[Told], None],
+        now: Callable[[], Stamp],
+        phase: str,
+        unit: str,
+        stream: str,
+    ) -> None:
+        self._tell, self._now, self._name = tell, now, (phase, unit, stream)
+
+    def __enter__(self) -> None:
+        self._first = self._now()
+
+    def __exit__(self, *exception: object) -> None:
+        self._tell(("span", *self._name, self._first, self._now()))
 
 
 class Meeting:

@@ -159,11 +159,10 @@ class Stall:
         inside: the phase of the unit that was held up, if any.
     """
 
-    def __init__(
-        self, op: str, label: Label, transfer: Transfer | None, inside: Event | None, first: Stamp
-    ) -> None:
+    def __init__(self, op: str, label: Label, transfer: Transfer | None, first: Stamp) -> None:
         self.op, self.phase, self.unit = op, label.phase, label.unit
-        self.transfer, self.inside = transfer, inside
+        self.transfer = transfer
+        self.inside: Event | None = None
         self.began = self.ended = math.nan
         self.first = self.last = first
 
