@@ -209,6 +209,7 @@ class Bench:
                 compute()
                 handle.wait()  # type: ignore[attr-defined]
 
+        under()
         # Differences within a round: a machine that others use changes between two medians.
         rounds = [(timed(twice), timed(under)) for _ in range(self.rounds)]
         without, beside = (self._slowest(list(each)) for each in zip(*rounds, strict=True))

@@ -2,8 +2,9 @@
 
 For each number of ranks and setting the machine is measured by the same ranks (zshard bench
 machine) before, between and after the steps, and a step of every strategy is predicted from each
-profile. The steps are run in rounds, all strategies in each, in a random order; every one begins
-with a step that is not timed, since zero2 leaves gathers under way that its next step waits for.
+profile. The steps are run in rounds, all strategies in each, in a random order. Every turn has a
+step that is not timed, and straight after it one that is: zero2's leave gathers under way, which
+the next step waits for, and in a barrier between the two they would be over.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -80,10 +82,11 @@ class Steps:
         taken = {}
         for name in order:
             one, batch = self._contestants[name], self._batches[number % len(self._batches)]
+            dist.barrier()
             one.step(*batch)
-            before = one.exposed_seconds()
-            seconds = bench_machine.timed(partial(one.step, *batch))
-            taken[name] = seconds, one.exposed_seconds() - before
+            waited, began = one.exposed_seconds(), time.perf_counter()
+            one.step(*batch)
+            taken[name] = time.perf_counter() - began, one.exposed_seconds() - waited
         return taken
 
     def run(self, rounds: int) -> None:

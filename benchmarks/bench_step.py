@@ -77,8 +77,9 @@ def measure_steps(
 ) -> Result:
     """Time every contestant once a round, the first one twice, in one random order on all ranks.
 
-    Where one of them leaves communication under way after a step, a turn of each begins with a step
-    that is not timed: it waits for what another has left, and leaves its own.
+    Where one of them leaves communication under way after a step, every turn begins with a step
+    that is not timed: it waits for what another has left, and leaves its own. In a barrier straight
+    after it that would be over, so the ranks meet before.
 
     Args:
         repeats: steps in one timed region.
@@ -94,10 +95,11 @@ def measure_steps(
     for number in range(effort.warmups + effort.rounds):
         shuffler.shuffle(order)
         for name, contestant in order:
+            _meet(setting.device)
             if lead:
                 contestant.step(*batches[step % len(batches)])
+                _synchronize(setting.device)
             waited = contestant.exposed_seconds()
-            _meet(setting.device)
             sent_before = network.sent_bytes()
             start = time.perf_counter()
             for _ in range(repeats):
