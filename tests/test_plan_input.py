@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import models
 import pytest
@@ -51,3 +52,35 @@ def test_a_configuration_of_no_language_model_is_refused_with_the_remedy() -> No
 
     with pytest.raises(zshard.InputError, match=r"config\.architectures"):
         zshard.plan(transformers.T5Config(num_layers=1), 2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "reason"),
+    [
+        ("LlamaForCausalLM", {"hidden_act": "abacus"}, "abacus"),
+        ("LlamaForCausalLM", {"vocab_size": -1}, "RuntimeError"),
+        ("LlamaConfig", {}, "positional"),
+        ([5], {"hidden_act": "abacus"}, "abacus"),
+    ],
+)
+def test_a_configuration_that_no_model_can_be_built_of_is_refused(
+    architecture: object, fields: dict[str, object], reason: str
+) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(num_hidden_layers=1, **fields)
+    config.architectures = [architecture]
+    with pytest.raises(zshard.InputError, match=reason):
+        zshard.plan(config, 2)
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "num_hidden_layers": "many", "hidden_size": []}')
+    with pytest.raises(zshard.InputError, match=r"config\.json"):
+        zshard.plan(path, 2)
+
+
+def test_a_profile_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(zshard.InputError, match="cannot be written"):
+        MACHINES["h100"].save(tmp_path / "missing" / "machine.json")

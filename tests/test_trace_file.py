@@ -117,7 +117,9 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
         zshard.merge_traces(tmp_path / "whole.json", [part, part])
     with pytest.raises(zshard.InputError, match="no parts"):
         zshard.merge_traces(tmp_path / "whole.json", [])
-    for name, text in {"a.json": "{", "b.json": "[]", "c.json": "{}", "d.json": kNoRank}.items():
+    others = [kNoRank.replace("{}", other) for other in ("5", '{"rank": [1]}')]
+    for number, text in enumerate(["{", "[]", "{}", kNoRank, *others]):
+        name = f"{number}-wrong.json"
         (tmp_path / name).write_text(text)
         with pytest.raises(zshard.InputError, match=rf"{name} is not what Trace\.save"):
             zshard.merge_traces(tmp_path / "whole.json", [part, tmp_path / name])
@@ -146,6 +148,10 @@ def test_a_file_is_written_whole_or_not_at_all(
             read(tmp_path / "missing" / "t")
         with pytest.raises(zshard.InputError, match="cannot be written"):
             read(tmp_path)
+        with pytest.raises(zshard.InputError, match="'' is no file's name"):
+            read("")
+        with pytest.raises(zshard.InputError, match="cannot be written: embedded null byte"):
+            read(f"{tmp_path}/\0")
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
     trace.save(str(path))
     assert json.loads(path.read_text())["otherData"] == {"model": "Blocks", "rank": 0, "world": 1}

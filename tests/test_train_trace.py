@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from train_command import TINY, losses, run, write_text
 
+import zshard
 from zshard.errors import InputError
 from zshard.job import Job, Place
 from zshard.metrics import MetricsLog, StepMetrics, Validation
 from zshard.options import resolve
+from zshard.resume import FOLDER
 from zshard.scalars import Scalars
 from zshard.steptrace import StepTrace, make_folder
 
@@ -86,6 +88,8 @@ def test_a_file_that_one_rank_cannot_write_is_an_error_on_all(
     done = run("train", *TINY, *options)
     assert done.returncode != 0
     assert f"{taken} cannot be written" in done.stderr
+    last = zshard.latest(tmp_path / "run" / FOLDER)
+    assert last is not None and last.endswith("step-00000009")  # nothing is lost by it
     assert "agree in agree" not in done.stderr  # what a rank says whose peer has gone
 
 
@@ -160,6 +164,13 @@ def test_a_planned_run_prints_the_plan_and_what_it_came_to(text: Path, tmp_path:
     assert "A step is predicted to take" in plan
     assert "planned and measured, MB" in rest and "The plan held within 2 %." in rest
     assert "A step took" in rest and "predicted were" in rest and " ms on " in rest
+    # A resumed run's own steps are too few to say, and those before may have been others.
+    more = ("--resume", tmp_path, "--plan", "--machine", "h100", "--accumulate", 2, "--steps")
+    done = run("train", *more, 6)
+    assert done.returncode == 0, done.stderr
+    assert "planned and measured, MB" in done.stdout and "A step took" not in done.stdout
+    done = run("train", *more, 9)
+    assert "on h100 for each of 2 parts." in done.stdout, done.stderr
 
 
 def test_a_machine_without_a_plan_is_refused() -> None:

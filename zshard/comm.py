@@ -234,7 +234,7 @@ class Comm:
             with self.named_errors("reclaim", tag):
                 self.shards.note("reclaim", *tag)
                 self.shards.reclaim(lent)
-            self.stats.exposed_seconds += time.perf_counter() - start
+            self._waited("reclaim", tag, None, start)
 
     def _start(
         self,
@@ -257,7 +257,7 @@ class Comm:
             began = time.perf_counter()
             work = start()
             if work is None and over.read_by_waiter:  # it was waited for here
-                self.stats.exposed_seconds += time.perf_counter() - began
+                self._waited(op, tag, transfer, began)
             if transfer is not None and trace is not None:
                 if work is None:  # it runs on the lane, or is done
                     transfer.ends.append(trace.stamp())
@@ -269,6 +269,12 @@ class Comm:
         if transfer is not None and trace is not None and not self.on_lane:
             transfer.back = trace.stamp()
         return handle
+
+    def _waited(self, op: str, tag: Tag, transfer: Transfer | None, since: float) -> None:
+        """Note that the host was held up ``since`` then, if it is what reads shared memory."""
+        self.stats.exposed_seconds += time.perf_counter() - since
+        if self.trace is not None and self.shards.read_by_waiter:
+            self.trace.resume(self.trace.hold(op, tag, transfer, since))
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
         """Replace ``value`` by that of the first of all ranks, in place."""

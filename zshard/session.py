@@ -65,7 +65,8 @@ def method(model: nn.Module, name: str) -> Callable[..., Any]:
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Record what the model does for the length of the context: phases, transfers, stalls, times.
 
-    Ranks may trace on their own. A second is waited at the end, at most, for what is under way.
+    Ranks may trace on their own. At the end collectives under way are waited for, a second at most,
+    and on CUDA what the GPU has still to do.
 
     Raises:
         StateError: if the model is being traced already.

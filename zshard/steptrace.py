@@ -36,6 +36,8 @@ def make_folder(path: str) -> Path:
 class StepTrace:
     """A context around the steps of a run: traces the third to the seventh, as far as it goes.
 
+    A file that cannot be written ends no training: ``require_written`` says so after it.
+
     Args:
         folder: where the files go; None for no trace at all.
     """
@@ -46,6 +48,16 @@ class StepTrace:
         self._taken = 0
         self._context = ExitStack()
         self._trace: Trace | None = None
+        self._failure = ""
+
+    def require_written(self) -> None:
+        """After the context, and after the run is saved.
+
+        Raises:
+            InputError: on every rank, if one could not write its file.
+        """
+        if self._failure:
+            raise InputError(f"--trace: {self._failure}")
 
     def before_step(self) -> None:
         """Begin the trace, or end it and write it; every rank calls this before every step."""
@@ -77,17 +89,19 @@ class StepTrace:
         self._write(lambda: done.save(parts[self._job.rank]))
         first = self._job.rank == 0
         self._write(lambda: merge_traces(folder / "trace.json", parts) if first else None)
+        where = f"all ranks are in {folder / 'trace.json'}, for ui.perfetto.dev"
         self._job.say(
-            f"--- {min(self._taken - _SKIPPED, _STEPS)} steps of rank 0, traced; all ranks are in "
-            f"{folder / 'trace.json'}, for ui.perfetto.dev ---\n{done.summary()}"
+            f"--- {min(self._taken - _SKIPPED, _STEPS)} steps of rank 0, traced; "
+            f"{self._failure or where} ---\n{done.summary()}"
         )
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Do that on every rank, and raise on all what has failed on one."""
+        """Do that on every rank, unless one has failed before; note on all what fails on one."""
         failed = ""
         try:
-            write()
+            if not self._failure:
+                write()
         except InputError as error:
             failed = str(error)
-        if errors := [error for error in self._job.gather(failed) if error]:
-            raise InputError(f"--trace: {errors[0]}")
+        everyone = [str(text) for text in self._job.gather(failed)]
+        self._failure = next(filter(None, (self._failure, *everyone)), "")

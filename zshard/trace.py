@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,6 +56,7 @@ class Trace:
         self._clock, self._now = clock, clock.now
         self._told: list[Told] = []  # since the events were read
         self._tell = self._told.append
+        self._reading = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
@@ -84,11 +86,12 @@ class Trace:
 
     def _caught_up(self) -> Phases:
         """The phases, with all that was told so far."""
-        if not self.ended:
-            told = self._told[:]
-            del self._told[: len(told)]
-            self._phases.take(told)
-        return self._phases
+        with self._reading:
+            if not self.ended:
+                told = self._told[:]
+                del self._told[: len(told)]
+                self._phases.take(told)
+            return self._phases
 
     @property
     def ended(self) -> bool:
@@ -188,9 +191,11 @@ class Trace:
         """The time of the current stream."""
         return self._now()
 
-    def hold(self, op: str, label: Label, transfer: Transfer | None) -> Stall:
-        """The compute stream waits."""
-        stall = Stall(op, label, transfer, self._now())
+    def hold(
+        self, op: str, label: Label, transfer: Transfer | None, since: float | None = None
+    ) -> Stall:
+        """The compute stream waits; ``since``: that the host did is known only now."""
+        stall = Stall(op, label, transfer, self._now() if since is None else since)
         self.stalls.append(stall)
         self._tell(("hold", stall))
         return stall

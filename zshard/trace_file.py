@@ -6,16 +6,15 @@ midnight (UTC), so that the files of one job agree; ranks on one host have the s
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+from .files import write_whole
 from .trace import Trace
 from .trace_records import Event, Stall, Transfer
 
@@ -77,30 +76,14 @@ def _read(part: str | PathLike[str]) -> Json:
     try:
         content = json.loads(Path(part).read_text(encoding="utf-8"))
         keys = {"traceEvents", "baseTimeNanoseconds", "otherData"}
-        if isinstance(content, dict) and keys <= content.keys() and "rank" in content["otherData"]:
-            return content
+        if isinstance(content, dict) and keys <= content.keys():
+            other = content["otherData"]
+            if isinstance(other, dict) and type(other.get("rank")) is int:
+                return content
         reason = f"it lacks {', '.join(sorted(keys))} or its rank"
     except (OSError, ValueError) as error:
         reason = str(error)
     raise InputError(f"merge_traces: {part} is not what Trace.save has written: {reason}")
-
-
-def write_whole(path: str | PathLike[str], write: Callable[[Path], object]) -> None:
-    """Have ``write`` make a file beside ``path``, which then takes its place.
-
-    Raises:
-        InputError: for a path that cannot be written; nothing is left of it.
-    """
-    whole = Path(path)
-    part = whole.with_name(f".{whole.name}.{os.getpid()}.part")
-    try:
-        write(part)
-        os.replace(part, whole)
-    except OSError as error:
-        raise InputError(f"{whole} cannot be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
 
 
 class _Writer:

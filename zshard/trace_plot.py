@@ -6,8 +6,8 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from .errors import MissingPackage
+from .files import write_whole
 from .trace import Trace
-from .trace_file import write_whole
 from .trace_path import OUTSIDE, pieces
 
 if TYPE_CHECKING:

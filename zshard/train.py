@@ -76,6 +76,7 @@ class Run:
         if origin is not None:
             zshard.load(origin.path, self.model, self.optimizer)
             self.step = origin.progress.step
+        self.first_step = self.step
 
     def take_step(self) -> StepMetrics:
         """One optimizer step over ``accumulate`` micro-batches of every rank."""
@@ -305,6 +306,7 @@ def _loop(run: Run, out: Path) -> bool:
     run.save(out, asynchronous=False)
     if log:
         log.close()
+    traced.require_written()
     return run.step == options.steps
 
 
@@ -315,8 +317,9 @@ def _finish(run: Run, out: Path, planned: Plan | None) -> None:
         metrics = read_metrics(out / "metrics.jsonl")
         plot_loss(metrics, out / "loss.png")
         if planned is not None:
-            steps = [each for each in metrics if isinstance(each, StepMetrics)]
-            job.say(compare(planned, run.model, steps))
+            # A resumed run may have had other ranks, or another strategy, before.
+            steps = [e for e in metrics if isinstance(e, StepMetrics) and e.step > run.first_step]
+            job.say(compare(planned, options, run.model, steps))
     job.say(f"wrote {out / 'metrics.jsonl'}, {out / 'loss.png'} and {out / FOLDER}")
     if not options.sample:
         return

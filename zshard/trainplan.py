@@ -51,8 +51,10 @@ def announce(planned: Plan, options: TrainOptions) -> str:
     return text
 
 
-def compare(planned: Plan, model: nn.Module, steps: Sequence[StepMetrics]) -> str:
-    """What rank 0 takes, beside the plan, and how long its steps took."""
+def compare(
+    planned: Plan, options: TrainOptions, model: nn.Module, steps: Sequence[StepMetrics]
+) -> str:
+    """What rank 0 takes, beside the plan, and how long its steps took: those of this run."""
     held = cast(dict[str, int], memory(model)["now"])
     expected = cast(dict[str, int], planned.to_dict()["per_rank"])
     lines = [f"{'--- planned and measured, MB':32}{'planned':>12}{'measured':>12}"]
@@ -68,6 +70,7 @@ def compare(planned: Plan, model: nn.Module, steps: Sequence[StepMetrics]) -> st
         measured = f"A step took {statistics.median(taken) * 1e3:,.1f} ms (median)"
         if planned.step_seconds is not None and planned.machine is not None:
             predicted = f"{planned.step_seconds * 1e3:,.1f} ms on {planned.machine.name}"
-            measured += f"; predicted were {predicted}"
+            part = "" if options.accumulate == 1 else f" for each of {options.accumulate} parts"
+            measured += f"; predicted were {predicted}{part}"
         lines.append(measured + ".")
     return "\n".join(lines)

@@ -6,6 +6,8 @@ import argparse
 import json
 import math
 import re
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import get_args
 
@@ -160,9 +162,10 @@ def run_plan(
     """
     if calibrate is not None:
         given = ["--ranks", str(world), "--output", calibrate]
-        bench.run(
-            "machine", given if batch is None else [*given, "--tokens", str(math.prod(batch))]
-        )
+        if batch is not None:
+            given += ["--tokens", str(math.prod(batch))]
+        with redirect_stdout(sys.stderr if as_json else sys.stdout):  # the plan alone is JSON
+            bench.run("machine", given)
         machine = calibrate
         if model is None:
             return

@@ -80,7 +80,7 @@ def fit(plan: Plan, hbm: float | None) -> Fit:
 
 
 def _fewest_devices(plan: Plan, hbm: float) -> int | None:
-    """The fewest devices, by doubling and then halving; more of them never take more each."""
+    """The fewest devices, by doubling and then halving: more take no more each, but for padding."""
     most = 1
     while plan.peak_over(most) > hbm:
         most *= 2

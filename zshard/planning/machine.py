@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
+from ..files import write_whole
 from ..transport import Transport
 from .work import Call, Work
 
@@ -167,8 +168,13 @@ class Machine:
         return replace(self, gather=link, reduce=link, network=link, shared=None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, for ``Machine.of`` to read."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write it as JSON, for ``Machine.of`` to read.
+
+        Raises:
+            InputError: for a path that cannot be written.
+        """
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        write_whole(path, lambda whole: whole.write_text(text, encoding="utf-8"))
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Machine:

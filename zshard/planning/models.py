@@ -50,24 +50,33 @@ def _of_transformers(model: object) -> nn.Module:
             config = transformers.AutoConfig.from_pretrained(
                 os.fspath(model), local_files_only=True
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of any type, if the file has a field of another
             raise InputError(f"{model}: cannot be read as a configuration: {error}") from error
     if not isinstance(config, transformers.PretrainedConfig):
         raise InputError(f"zshard.plan: a {type(model).__name__} is no model or configuration")
     names = getattr(config, "architectures", None) or []
-    architecture = getattr(transformers, names[0], None) if names else None
+    architecture = getattr(transformers, str(names[0]), None) if names else None
     with torch.device("meta"):
-        built: object
-        if architecture is not None:
-            built = architecture(config)
-        else:
-            try:
-                built = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-            except ValueError as error:
-                raise InputError(
-                    f"a {type(config).__name__} without architectures is of no causal language "
-                    "model: name the model's class in config.architectures, or pass the model, "
-                    "built on the meta device"
-                ) from error
-    assert isinstance(built, nn.Module)
+        try:
+            if architecture is not None:
+                return _require_module(architecture(config))
+        except Exception as error:  # what a model makes of a wrong size is its own
+            raise InputError(
+                f"{names[0]} cannot be built of this {type(config).__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        try:
+            built = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise InputError(
+                f"a {type(config).__name__} without architectures is of no causal language "
+                "model: name the model's class in config.architectures, or pass the model, "
+                f"built on the meta device ({type(error).__name__}: {error})"
+            ) from error
+    return _require_module(built)
+
+
+def _require_module(built: object) -> nn.Module:
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"it makes a {type(built).__name__}, not a module")
     return built

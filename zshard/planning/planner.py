@@ -54,6 +54,8 @@ def plan(
 ) -> Plan:
     """Say what ``zshard.wrap`` with these arguments takes on each rank, and sends in a step.
 
+    (``wrap``'s ``mesh`` and ``ignored`` have no counterpart here: such models are not planned.)
+
     By the layout code of wrap itself, so bytes are exact: tests hold them against
     ``zshard.memory`` and ``zshard.stats``. The model may be on the meta device, and nothing of its
     size is allocated. With a batch, a step is run on fake tensors: activations are exact as well
@@ -76,7 +78,7 @@ def plan(
             ``zshard plan --calibrate`` has measured; None: predict no times.
         network: between all ranks, in place of the machine's; a number is bytes a second.
         comm: as for ``wrap``; "auto": over shared memory where the machine was measured with it. A
-            step's time depends on it; the bytes do not.
+            step's time depends on it; with ``backend="nccl"`` the reduce buffers do, too.
         backend: "nccl" or "gloo", whose reductions take different buffers; None: gloo for a machine
             without GPUs, or else NCCL where torch sees a GPU.
 

@@ -1,0 +1,32 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import InputError
+
+
+def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+    """Have ``write`` make a file beside ``path``, which then takes its place.
+
+    Raises:
+        InputError: for a path that cannot be written; nothing is left of it.
+    """
+    whole = Path(path)
+    try:
+        part = whole.with_name(f".{whole.name}.{os.getpid()}.part")
+    except ValueError as error:  # "" and "/" have no name
+        raise InputError(f"{str(path)!r} is no file's name") from error
+    try:
+        write(part)
+        os.replace(part, whole)
+    except (OSError, ValueError) as error:  # the latter: a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{whole} cannot be written: {reason}") from error
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            part.unlink()
