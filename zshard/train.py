@@ -76,7 +76,7 @@ class Run:
         if origin is not None:
             zshard.load(origin.path, self.model, self.optimizer)
             self.step = origin.progress.step
-        self.first_step = self.step
+        self.resumed_at = self.step
 
     def take_step(self) -> StepMetrics:
         """One optimizer step over ``accumulate`` micro-batches of every rank."""
@@ -318,7 +318,7 @@ def _finish(run: Run, out: Path, planned: Plan | None) -> None:
         plot_loss(metrics, out / "loss.png")
         if planned is not None:
             # A resumed run may have had other ranks, or another strategy, before.
-            steps = [e for e in metrics if isinstance(e, StepMetrics) and e.step > run.first_step]
+            steps = [e for e in metrics if isinstance(e, StepMetrics) and e.step > run.resumed_at]
             job.say(compare(planned, options, run.model, steps))
     job.say(f"wrote {out / 'metrics.jsonl'}, {out / 'loss.png'} and {out / FOLDER}")
     if not options.sample:
