@@ -4,8 +4,8 @@
 From the reduced gradient to the parameters that the next step gathers: unscale, global norm, clip,
 AdamW, bf16 copy out. torch needs a pass for each. zshard needs one: the pass after each
 reduction has left the sum of squares and the non-finite flag, and adamw_ applies the factor and
-writes the send buffer. "phase" charges zshard that one pass; "phase+norm" also the whole reduce_
-that yields the norm, as if it did nothing else.
+writes the send buffer. "phase" charges zshard that one pass; "phase+norm" also a pass over the
+gradients that does nothing but measure them, as a step never needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class _State:
         # Away from 0, where the update is ill-conditioned and torch's rounding would show.
         self.exp_avg_sqs = [x.square_().add_(0.1) for x in make(torch.float32)]
         self.grads = make(grad)
-        self.chunks = [g.view(1, -1).clone() for g in self.grads]  # as the exchange delivers them
         self.sends = make(torch.bfloat16) if send else []
         ends = [sum(numels[: i + 1]) for i in range(len(numels))]
         rows = (
@@ -86,9 +85,9 @@ class _State:
         return [flats[u][begin:end] for u, begin, end in rows] if flats else []
 
     def measure_norm(self) -> None:
-        """Fill ``stats`` as the pass after each reduction does."""
-        for grad, chunk, stats in zip(self.grads, self.chunks, self.stats, strict=True):
-            ops.reduce_(grad, chunk, stats=stats)
+        """Fill ``stats`` in a pass of its own."""
+        for grad, stats in zip(self.grads, self.stats, strict=True):
+            ops.reduce_(grad, grad[None], stats=stats)
 
     def zshard_step(self, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> None:
         ops.adamw_(
@@ -313,7 +312,7 @@ def phase_case(workload: str, grad: torch.dtype, *, norm: bool) -> Case:
     numel = sum(torch.Size(shape).numel() for shape in WORKLOADS[workload])
     nbytes = numel * (26 + grad.itemsize)  # p, m, v read and written, the bf16 copy, the gradient
     if norm:
-        nbytes += numel * 2 * grad.itemsize
+        nbytes += numel * grad.itemsize
 
     def build(device: torch.device, sets: int) -> list[Side]:
         states = [_State(workload, grad, device, send=True, each=False) for _ in range(sets)]

@@ -95,20 +95,24 @@ void check_pack(int round, bool pack) {
 void check_reduce(int round) {
     const bool wide = one_in(6);
     const Dtype acc_dtype = wide ? Dtype::kFloat64 : draw_dtype();
-    const Dtype chunk_dtype = wide ? Dtype::kFloat64 : draw_dtype();
-    const int64_t numel = draw_numel(), world_size = draw(1, 5);
-    const bool accumulate = one_in(2), measure = !one_in(3);
+    const bool in_place = one_in(4);
+    const Dtype chunk_dtype = wide ? Dtype::kFloat64 : in_place ? acc_dtype : draw_dtype();
+    const int64_t numel = draw_numel(), world_size = in_place ? 1 : draw(1, 5);
+    const bool accumulate = !in_place && one_in(2), measure = !one_in(3);
     Memory memory;
     const Twin<void> acc = memory.numbers(numel, acc_dtype);
-    const std::array<Rows, 2> chunks = draw_rows(memory, chunk_dtype, world_size, numel);
+    std::array<Rows, 2> chunks = draw_rows(memory, chunk_dtype, world_size, numel);
+    for (int side : {0, 1})
+        if (in_place) chunks[side].base = acc[side];
     const Twin<double> stats = memory.bits<double>(2);
     const auto make = [&](int side) {
         return ReduceArgs{.acc = acc[side],
                           .acc_dtype = acc_dtype,
                           .chunks = chunks[side],
                           .numel = numel,
-                          .scale = 0.3,
+                          .scale = in_place ? 1.0 : 0.3,
                           .accumulate = accumulate,
+                          .in_place = in_place,
                           .stats = measure ? stats[side] : nullptr};
     };
     memory.check_same(cpu::reduce, cuda::reduce, make,

@@ -184,13 +184,16 @@ void join_master_(const Tensor& out, const Tensor& hi, const Tensor& lo) {
 void launch_reduce(const Checks& check, const Tensor& acc, const char* chunks_name,
                    const Tensor& chunk, const Rows& chunks, double scale, bool accumulate,
                    const MaybeTensor& stats) {
+    const Dtype dtype = check.dtype("acc", acc);
+    const bool alone = chunks.count == 1 && chunks.dtype == dtype;
     const ReduceArgs args{
         .acc = acc.data_ptr(),
-        .acc_dtype = check.dtype("acc", acc),
+        .acc_dtype = dtype,
         .chunks = chunks,
         .numel = acc.numel(),
         .scale = scale,
         .accumulate = accumulate,
+        .in_place = alone && chunks.row<char>(0) == acc.data_ptr() && scale == 1.0 && !accumulate,
         .stats = check.optional_flat<double>("stats", stats, ScalarType::Double, 2)};
     if ((args.acc_dtype == Dtype::kFloat64) != (chunks.dtype == Dtype::kFloat64))
         check.require(false, "acc is ", describe(acc), " but ", chunks_name, " is ",
@@ -210,13 +213,22 @@ void reduce_(const Tensor& acc, const Tensor& chunks, double scale, bool accumul
     if (!dense)
         check.require(false, "chunks is ", describe(chunks), ", but must have shape (W, ", numel,
                       ") with W >= 1, stride 1 along a chunk and chunks that do not overlap");
-    launch_reduce(check, acc, "chunks", chunks,
-                  {.dtype = check.dtype("chunks", chunks),
-                   .count = chunks.size(0),
-                   .base = chunks.data_ptr(),
-                   .stride = chunks.stride(0),
-                   .peers = {}},
-                  scale, accumulate, stats);
+    const Rows given{.dtype = check.dtype("chunks", chunks),
+                     .count = chunks.size(0),
+                     .base = chunks.data_ptr(),
+                     .stride = chunks.stride(0),
+                     .peers = {}};
+    const int64_t row_bytes = numel * size_of(given.dtype);
+    const int64_t acc_bytes = numel * size_of(check.dtype("acc", acc));
+    for (int64_t i = 0; i < given.count; ++i) {
+        const char* row =
+            static_cast<const char*>(given.base) + i * given.stride * size_of(given.dtype);
+        const bool same = row == acc.data_ptr() && row_bytes == acc_bytes;
+        if (!same && share_memory(row, row_bytes, acc.data_ptr(), acc_bytes))
+            check.require(false, "chunks[", i, "] and acc share memory: pass a copy of one, or ",
+                          "the very row as acc, in its dtype");
+    }
+    launch_reduce(check, acc, "chunks", chunks, given, scale, accumulate, stats);
 }
 
 void reduce_peers_(const Tensor& acc, const Tensors& peers, double scale, bool accumulate,

@@ -106,6 +106,7 @@ struct ReduceArgs {
     int64_t numel;
     double scale;
     bool accumulate;
+    bool in_place;  // acc is the only row, and stays as it is
     double* stats;  // null or (2,): sum of squares, 1 where a stored value is not finite
 };
 

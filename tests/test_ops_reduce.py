@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ops_check import F, assert_same, check, devices, odd, refuses
@@ -62,6 +65,33 @@ def test_reduce_float64(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("dtype", [*F, torch.float64])
+def test_reduce_measures_what_lies_there(device: str, dtype: torch.dtype) -> None:
+    for numel in (*kSizes, 8192 * 3 + 5):
+        for start in (0, 3):
+            acc = odd(numel, dtype, start)
+            check("reduce_", device, acc, acc.view(1, -1), stats=stats())
+            check("reduce_", device, acc, acc.view(1, -1))
+            check("reduce_", device, acc, acc.view(1, -1), 0.5, True, stats())
+
+
+def test_measuring_does_not_write(tmp_path: Path) -> None:
+    np.save(tmp_path / "values.npy", np.arange(10_000, dtype=np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch knows no tensors that cannot be written
+        acc = torch.from_numpy(np.load(tmp_path / "values.npy", mmap_mode="r"))
+    ops.reduce_(acc, acc[None], stats=(found := stats()))  # a write would be a signal
+    assert found.tolist() == [sum(i**2 for i in range(10_000)), 0.0]
+
+
+@devices
+def test_a_row_may_be_acc_itself(device: str) -> None:
+    rows = torch.randn(4, 5000)
+    for rank in range(4):
+        check("reduce_", device, rows[rank], rows, 0.5, stats=stats())
+
+
+@devices
 @pytest.mark.parametrize("where", [0, 4095, 4096, 9999])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
 def test_a_value_that_is_not_finite_raises_the_flag(device: str, value: float, where: int) -> None:
@@ -100,6 +130,18 @@ def test_the_sum_of_squares_is_the_exact_one_within_double_rounding() -> None:
     assert abs(Fraction(found[0].item()) - exact) < exact * Fraction(2) ** -48
 
 
+@devices
+@pytest.mark.parametrize("step", [1, 2, 4, 64, 1024, 4096])
+def test_squares_are_added_in_the_order_of_the_reference(device: str, step: int) -> None:
+    """Few values, of magnitudes far apart: of many alike, the last roundings hide the others."""
+    for first in range(0, 4096, 64):
+        values = torch.zeros(5 * 4096 + 100)
+        few = values[first : first + 4 * step : step]
+        few.copy_(torch.randn(4) * 2.0 ** torch.randint(-6, 6, (4,)))
+        check("reduce_", device, values, values[None], stats=stats())
+        check("reduce_", device, torch.empty_like(values), values[None], 0.5, stats=stats())
+
+
 def test_statistics_have_the_same_bits_for_any_number_of_threads() -> None:
     chunks = torch.randn(2, 4_500_001)  # more blocks than lanes
     results = []
@@ -126,5 +168,12 @@ def test_errors_give_values_and_remedy() -> None:
     refuses("reduce_", acc, chunks.int(), match=["chunks is", "float32, bfloat16"])
     refuses("reduce_", acc, chunks.double(), match=["chunks is float64", "only into float64"])
     refuses("reduce_", chunks, chunks, match=["acc is", "1-D"])
+    flat = torch.randn(20)
+    rows = flat[:12].view(2, 6)
+    refuses("reduce_", flat[5:11], rows, match=["chunks[0] and acc share memory", "the very row"])
+    refuses("reduce_", flat[7:13], rows, match=["chunks[1] and acc share memory", "pass a copy"])
+    half = flat.view(torch.float16)
+    refuses("reduce_", half[:6], rows, match=["chunks[0] and acc share memory", "in its dtype"])
+    ops.reduce_(flat[6:12], flat.as_strided((2, 6), (14, 1)))  # between the rows
     refuses("reduce_", acc, chunks, stats=torch.zeros(2), match=["stats is", "must be float64"])
     refuses("reduce_", acc, chunks, stats=stats()[:1], match=["stats has 1 elements", "2"])

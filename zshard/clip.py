@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from . import ops
 from .batches import has_grad
 from .comm import Tag
 from .errors import InputError, StateError
@@ -97,8 +98,14 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
         counts = schedule.comm.rank == 0 or not param.flat.strategy.replicated
         if counts and has_grad(param) and begin < end:
             # Not param.grad, which would apply the pending factor to all gradients.
-            grad = param.flat.grads.owned()[begin:end].double().abs() * pending
-            powers.append(grad.max() if math.isinf(p) else grad.pow(p).sum())
+            grad = param.flat.grads.owned()[begin:end]
+            if p == 2.0:
+                stats = torch.empty(2, dtype=torch.float64, device=grad.device)
+                ops.reduce_(grad, grad[None], stats=stats)
+                powers.append(stats[0] * pending**2)
+            else:
+                grad = grad.double().abs() * pending
+                powers.append(grad.max() if math.isinf(p) else grad.pow(p).sum())
     total = torch.zeros(1, dtype=torch.float64, device=params[0].device)
     if powers:
         stacked = torch.stack(powers).double()

@@ -177,8 +177,12 @@ def reduce_(
     float64 and in an order that depends on positions alone (the same bits for any number of
     threads, on CPU and CUDA); stats[1] becomes 1.0 if a stored value is not finite, else 0.0.
 
+    A row of chunks may be acc itself. Where it is the only one, with scale 1 and nothing to
+    accumulate, acc is measured as it lies: it is read once and not written.
+
     Raises:
-        InputError: chunks that are not W dense rows of S, or dtypes or devices that do not match.
+        InputError: chunks that are not W dense rows of S, that share memory with acc otherwise, or
+            dtypes or devices that do not match.
     """
     _call(_ops.reduce_.default, acc, chunks, scale, accumulate, stats)
 

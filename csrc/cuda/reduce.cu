@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
         const int64_t begin = block * kSquareBlock;
         const auto reduce = [&](auto kWhole) {
             const auto put = [&](int row, const Vector<Acc, kSquareGroup>& group) {
-                store_group<kWhole>(acc + begin, place(row), args.numel - begin, group);
+                if (!args.in_place)
+                    store_group<kWhole>(acc + begin, place(row), args.numel - begin, group);
             };
             return reduce_block<kWhole, Acc, Chunk>(args.chunks, begin, args.numel, args.scale,
                                                     args.accumulate ? acc : nullptr, put);
