@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from workloads import QUICK, WORKLOADS
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _CEILING_BYTES = 2 << 30
+_CHECKED_BYTES = 80  # of each parameter, as two ways to update it and the reference are compared
 _NOT_RUN = "DeepSpeed's and apex's kernels are not run: torch's own are the peers here."
 
 
@@ -35,7 +37,8 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     copied = [name for name in names if name != "Llama-8B / 64"]
     dense = [name for name in copied if name != "1,000 small"]
     big = [name for name in dense if name not in ("218M (8B layer)", "odd")]
-    updated = [name for name in names if name != "218M (8B layer)" or device.type == "cuda"]
+    large = too_large(device)
+    updated = [name for name in names if name not in large]
     phased = [name for name in updated if name not in ("odd", "1,000 small")]
     found = [
         pack_case(name, source, target, ranks)
@@ -57,6 +60,15 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         for name in phased
     ]
     return found
+
+
+def too_large(device: torch.device) -> list[str]:
+    """Workloads whose optimizer step this machine has not the memory to check."""
+    if device.type == "cuda":
+        return []
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    numels = {name: sum(math.prod(s) for s in shapes) for name, shapes in WORKLOADS.items()}
+    return [name for name, numel in numels.items() if numel * _CHECKED_BYTES > memory]
 
 
 def run(case: Case, device: torch.device, effort: Effort, replay: bool) -> Result:
@@ -123,7 +135,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         parser.error(f"--only {arguments.only!r}: no case has a name that holds it")
     facts = describe(device)
     print(headline(facts))
-    results, refused = [ceiling(device, effort)], list[str]()
+    refused = [f"{name}: no optimizer step, for want of memory" for name in too_large(device)]
+    results = [ceiling(device, effort)]
     modes = (False, True) if device.type == "cuda" else (False,)
     progress = tqdm(chosen, unit="case", disable=None)
     for case in progress:

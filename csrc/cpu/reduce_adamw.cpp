@@ -1,9 +1,16 @@
+#include <memory>
+
 #include "cpu/optim.h"
 #include "cpu/reduce.h"
 
 namespace zshard::cpu {
 
 namespace {
+
+// Blocks whose gradients a thread sums before it uses them, 256 KiB: they stay in its second-level
+// cache, and what is read of each rank and of each state comes in runs that the processor's
+// prefetchers follow. A block at a time took 1.2 times as long (Zen 4).
+constexpr int64_t kRun = 16;
 
 // The buffers of `shard` from element `at` on.
 template <typename Rule, bool kSplit, typename Send>
@@ -21,7 +28,7 @@ OptimShard<Rule> from(const OptimShard<Rule>& shard, int64_t at, const float* gr
 
 }  // namespace
 
-// A block's gradient stays in the thread's cache between its sum and its use.
+// The gradient of a run stays in the thread's cache between its sum and its use.
 void reduce_adamw(const ReduceAdamwArgs& args) {
     using Rule = Adamw;
     const OptimShard<Rule>& shard = args.optim.shards[0];
@@ -42,13 +49,20 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
             };
             auto item = std::upper_bound(work.begin(), work.end(), low * kSquareBlock, ends_after);
             Block<float> block;
-            for (int64_t b = low; b < high; ++b) {
-                const int64_t begin = b * kSquareBlock;
-                const int64_t end = std::min(begin + kSquareBlock, shard.numel);
-                reduce_block<float, Peer>(args.peers, begin, end - begin, block.wide, args.scale,
-                                          false, false, block);
-                stats.add(b, block, block.wide, end - begin);
-                const auto here = from<Rule, kSplit, Send>(shard, begin, block.wide);
+            const auto grad =
+                std::make_unique_for_overwrite<float[]>(std::min(kRun, high - low) * kSquareBlock);
+            for (int64_t run = low; run < high; run += kRun) {
+                const int64_t begin = run * kSquareBlock;
+                const int64_t end =
+                    std::min(std::min(run + kRun, high) * kSquareBlock, shard.numel);
+                for (int64_t at = begin; at < end; at += kSquareBlock) {
+                    const int64_t count = std::min<int64_t>(kSquareBlock, end - at);
+                    float* acc = grad.get() + (at - begin);
+                    reduce_block<float, Peer>(args.peers, at, count, acc, args.scale, false, false,
+                                              block);
+                    stats.add(at / kSquareBlock, block, acc, count);
+                }
+                const auto here = from<Rule, kSplit, Send>(shard, begin, grad.get());
                 for (; item != work.end() && item->segment.begin < end; ++item) {
                     const auto update = Rule::branch(item->factors)
                                             ? update_range<Rule, true, kSplit, float, Send>
@@ -56,7 +70,7 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
                     update(here, std::max(item->segment.begin, begin) - begin,
                            std::min(item->segment.end, end) - begin, grad_scale, item->factors,
                            stream);
-                    if (item->segment.end > end) break;  // the next block goes on with it
+                    if (item->segment.end > end) break;  // the next run goes on with it
                 }
             }
             if (stream) stream_fence();
