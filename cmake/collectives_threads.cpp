@@ -67,7 +67,7 @@ void train(std::vector<Lent>& lent, int64_t rank) {
             slices.peers[peer] = lent[peer].packed[turn] + rank * kShard;
         check_equal(packed[turn].await_arrivals(kLong), -1);
         double stats[2];
-        cpu::reduce({acc.data(), Dtype::kFloat32, slices, kShard, 1.0, false, stats});
+        cpu::reduce({acc.data(), Dtype::kFloat32, slices, kShard, 1.0, false, false, stats});
         packed[turn].depart();
 
         for (int more = 0; more < 2; ++more) {  // as in a step without a backward between
