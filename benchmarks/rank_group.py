@@ -75,6 +75,8 @@ def _rank(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(Path(folder, "store")), ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_DEADLINE)
+    if backend == "gloo":
+        dist.barrier()  # one that ends at once would break the connections that others still make
     report = main(*arguments)
     if rank == 0:
         Path(folder, "report.json").write_text(json.dumps(report))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
+from zshard import ops
 from zshard.neighbours import Neighbours
 from zshard.wrap import schedule_of
 
@@ -122,6 +123,40 @@ def test_after_an_interrupt_in_any_wait_all_ranks_are_brought_back(
             }
             assert all(same for _, _, same in each)
     assert sum(seen != "torn" for _, seen, _ in ranks[0]) > len(ranks[0]) // 2
+
+
+def interrupted_in_an_op(rank: int, world_size: int, op: str) -> list[str]:
+    """The exception is raised as ``op`` returns, which nothing waits in."""
+    model = zshard.wrap(models.build("odd_parameters"), comm="peer")
+    batch = models.batches("odd_parameters", 1, rank)[0]
+    model(batch).square().mean().backward()
+    real = getattr(ops, op)
+
+    def interrupts(*args: object) -> None:
+        real(*args)
+        setattr(ops, op, real)
+        raise KeyboardInterrupt
+
+    if rank == kVictim:
+        setattr(ops, op, interrupts)
+    said = []
+    try:
+        model(batch).square().mean().backward()
+        zshard.clip_grad_norm_(model, 1.0)
+    except (KeyboardInterrupt, zshard.CommError) as error:
+        said.append(f"{type(error).__name__}: {error}")
+    zshard.reset(model)
+    model(batch).square().mean().backward()
+    said.append(str(float(zshard.clip_grad_norm_(model, 1.0))))
+    return said
+
+
+@pytest.mark.parametrize("op", ["pack_", "reduce_"])
+def test_an_interrupt_between_waits_is_told_at_once(op: str) -> None:
+    ranks = run_ranks(interrupted_in_an_op, 2, op, timeout=30)
+    assert ranks[kVictim][0].startswith("KeyboardInterrupt")
+    assert "rank 1" in ranks[0][0] and "has given up" in ranks[0][0]
+    assert ranks[0][1] == ranks[1][1], "the next step is whole"
 
 
 class Alarm(Exception):

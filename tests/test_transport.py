@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
-from zshard import discovery
+from zshard import discovery, transport
 from zshard.comm import Comm
 from zshard.wrap import schedule_of
 
@@ -194,3 +194,45 @@ def let_go(rank: int, world_size: int) -> list[bool]:
 
 def test_what_is_lent_goes_at_once_and_no_cycle_keeps_the_group() -> None:
     assert run_ranks(let_go, 2) == [[True] * 4] * 2
+
+
+def forked(rank: int, world_size: int) -> tuple[str, float]:
+    """A child of rank 0 calls the model."""
+    model = zshard.wrap(torch.nn.Linear(4, 4), comm="peer")
+    x, said = torch.ones(1, 4), ""
+    if rank == 0:
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                model(x)
+            except BaseException as error:
+                os.write(writer, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        said = os.read(reader, 4096).decode()
+        os.close(reader)
+    return said, float(model(x).sum())
+
+
+def test_a_forked_child_is_refused_and_its_parent_goes_on() -> None:
+    (said, first), (_, second) = run_ranks(forked, 2, timeout=30)
+    assert said.startswith("CommError") and "this process was forked from a rank" in said
+    assert first == second
+
+
+def more_than_most(rank: int, world_size: int) -> tuple[bool, str]:
+    transport._MOST_RANKS = 2
+    chosen = zshard.wrap(torch.nn.Linear(4, 4), comm="auto")
+    with pytest.raises(zshard.WrapError) as refused:
+        zshard.wrap(torch.nn.Linear(4, 4), comm="peer")
+    return transport_of(chosen) == "peer", str(refused.value)
+
+
+@pytest.mark.usefixtures("auto")
+def test_more_ranks_than_can_read_each_other_take_the_group() -> None:
+    assert transport._MOST_RANKS == 128
+    for in_memory, refused in run_ranks(more_than_most, 3):
+        assert not in_memory
+        assert "3 ranks, where 2 is the most" in refused

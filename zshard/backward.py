@@ -57,6 +57,7 @@ class Backward:
         self.current: Unit | None = None
         self.sync = True
         self._reduces = True  # what ``sync`` was as the last backward began
+        self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: weakref.ref[EndOfBackward] | None = None
         # What a backward goes through: the forwards since the last one, and how many backwards
         # there were since those.
@@ -163,7 +164,8 @@ class Backward:
             self._crew.release(unit)
         self._agreement.finish()
         if self._reduces:
-            self._crew.end_reductions()
+            self._crew.end_reductions(lost=self._lost)
+            self._lost = False
         else:
             for flat in self._reducer.flats:
                 flat.grads.hold_back()
@@ -226,16 +228,17 @@ class Backward:
     def _settle_trained(self) -> None:
         """Take in which parameters were frozen and unfrozen since."""
         if self._trained_changed:
-            self._trained_changed = False
-            self._reducer.settle()
+            self._reducer.settle()  # may raise: then it is still to be done
             self._reducer.find_trained()
             self._agreement.forget_trained()
+            self._trained_changed = False
 
     def forget(self) -> None:
         """Forget what the next backward would go through."""
         self._crew.leave_all()
         self._crew.phase = Phase.IDLE
         self.current, self._since, self._count = None, "", 0
+        self._lost = False
 
     def abandon(self, strayed: bool) -> None:
         """Leave the forward or backward under way; see ``Schedule.reset``."""
@@ -244,12 +247,15 @@ class Backward:
         for flat in self._reducer.flats:
             flat.grads.drop_leaves()
         reduces = self._crew.phase is Phase.BACKWARD and self._reduces
+        if self._crew.phase is Phase.BACKWARD and not reduces:
+            # A micro-batch is missing on this rank, and the others are not there to be told.
+            self._lost = self._crew.has_peers
+            self._reducer.drop_held_back()
         if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
             self._agreement.finish()
             if reduces:
                 self._crew.end_reductions(failed=True, strayed=strayed)
                 self._reducer.settle()
         elif reduces:
-            for flat in self._reducer.flats:
-                flat.grads.drop()
+            self._reducer.drop()
         self.current = None

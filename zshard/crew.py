@@ -63,10 +63,12 @@ class Crew:
         """Reduce the gradients that are there."""
         self._reducer.reduce(unit, self._tag("reduce", unit), self.doing)
 
-    def end_reductions(self, *, failed: bool = False, strayed: bool = False) -> None:
-        """Complete the reductions, and tell the ranks what came out."""
+    def end_reductions(
+        self, *, failed: bool = False, strayed: bool = False, lost: bool = False
+    ) -> None:
+        """Complete the reductions, and tell the ranks what came out; see ``Reducer.finish``."""
         tag = self._tag("reduce", self._root)
-        self._reducer.finish(tag, failed=failed, strayed=strayed)
+        self._reducer.finish(tag, failed=failed, strayed=strayed, lost=lost)
         self.step += 1
 
     def release(self, unit: Unit) -> None:

@@ -47,8 +47,10 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     if func._schema.name in ("aten::zero_", "aten::_foreach_zero_"):
         for grad in sharded:
             if isinstance(grad, ShardedGrad):
+                # First, while what no_sync holds does not count as reduced. Zeros are fine where a
+                # look would be refused.
+                grad.flat.grads.on_access()
                 grad.flat.grads.drop_held_back(grad.segment)
-                grad.flat.grads.on_access()  # zeros are fine where a look would be refused
     if func is torch.ops.aten.copy_.default:
         if not isinstance(target := args[0], Sharded):
             raise ShardedAccessError(

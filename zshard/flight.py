@@ -140,6 +140,10 @@ class Flight:
             self._handle = self._comm.exchange(bytes_out, bytes_in, dtype, self._tag, over)
             self._unread = self._route.stages[stage]
 
+    def _attending(self) -> contextlib.AbstractContextManager[None]:
+        """What an exception must not leave half done: others wait for it."""
+        return self._comm.shards.attending()
+
     def _release(self) -> None:
         """Let the others write again what was summed, or will not be."""
         stage, self._unread = self._unread, None
@@ -152,17 +156,19 @@ class Flight:
             assert self._handle is not None
             self._handle.wait()
             if index + 1 < len(stages):
-                with self._comm.summing(self._tag):
-                    _sum(stages[index + 1].sent, stage.chunks)
-                self._release()
-                self._start(index + 1)
+                with self._attending():
+                    with self._comm.summing(self._tag):
+                        _sum(stages[index + 1].sent, stage.chunks)
+                    self._release()
+                    self._start(index + 1)
         grads, replicas = self._flat.grads, self._comm.replicas
         accumulate = grads.prepare_sum()
         shard = grads.shard()
         piece = self._flat.layout.piece(replicas.rank).of(shard)
-        with self._comm.summing(self._tag):
-            _sum(piece, self._route.last, self._scale, accumulate, self._stats)
-        self._release()
+        with self._attending():
+            with self._comm.summing(self._tag):
+                _sum(piece, self._route.last, self._scale, accumulate, self._stats)
+            self._release()
         self._mark = self._comm.reduce_lane.mark()
         if shard.numel() == 0:
             return

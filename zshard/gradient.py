@@ -149,6 +149,9 @@ class Gradients:
 
     def _apply_scale(self, index: int) -> None:
         self._refuse_fp16(index)
+        for flat in self._flat.schedule.reducer.flats:  # it applies to all of them
+            if True in flat.grads.present:
+                flat.grads._refuse_fp16(flat.grads.present.index(True))
         self.on_access()
 
     def _refuse_fp16(self, index: int) -> None:
@@ -179,6 +182,10 @@ class Gradients:
         if self.is_held_back(index):
             self._let_go([index])
             self.present[index] = True
+
+    def forget_held_back(self) -> None:
+        """Forget all that no_sync holds."""
+        self._let_go(range(len(self._held)))
 
     def _let_go(self, indices: Iterable[int]) -> None:
         freed = 0
@@ -265,13 +272,13 @@ class Gradients:
         ]
         ops.pack_(packed, sources, [segment.offset for segment in segments], scale)
         if held_back:
-            self._let_go(range(len(self._held)))
+            self.forget_held_back()
         self.drop_leaves()
 
     def drop(self) -> None:
         """Forget every gradient, as zero_grad does."""
         self.present = [False] * len(self.present)
-        self._let_go(range(len(self._held)))
+        self.forget_held_back()
 
     def prepare_sum(self) -> bool:
         """Make the gradient shard ready to be added to; False where it is to be overwritten."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,10 @@ class Ranks:
     def sends(self, op: str) -> bool:
         """Whether the process group carries ``op``, as ``CommStats`` names it."""
         return True
+
+    def attending(self) -> AbstractContextManager[None]:
+        """A context in which an exception would leave other ranks waiting: they are told."""
+        return nullcontext()
 
     def note(self, op: str, step: int, phase: str, unit: str) -> None:
         """Have the others see what this rank is at, should it be missed."""

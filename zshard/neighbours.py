@@ -6,6 +6,7 @@ is in a meeting of one model finds there a rank that is in a meeting of another.
 
 from __future__ import annotations
 
+import os
 import pickle
 import secrets
 import select
@@ -283,3 +284,12 @@ def _sum(rows: torch.Tensor, maximum: bool) -> torch.Tensor:
 
 # By the id of the group, as long as a model is wrapped over it.
 known: weakref.WeakValueDictionary[int, Neighbours] = weakref.WeakValueDictionary()
+
+
+def _leave_in_child() -> None:
+    """A forked process has its parent's memory but is no rank: it would count as its parent."""
+    for neighbours in list(known.values()):
+        neighbours.failed = "this process was forked from a rank"
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

@@ -11,6 +11,7 @@ different ones in different orders. Sums are made by the reader, in rank order.
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,10 @@ class PeerRanks(Ranks):
     def sends(self, op: str) -> bool:
         """Nothing."""
         return False
+
+    def attending(self) -> AbstractContextManager[None]:
+        """As Neighbours."""
+        return self._neighbours
 
     def reclaim(self, lent: torch.Tensor) -> None:
         """Wait until nobody reads ``lent`` any more."""

@@ -88,9 +88,17 @@ class Precision:
         """The dtypes of a parameter whose own dtype is ``param``.
 
         float64 parameters stay float64 throughout: their master is exact.
+
+        Raises:
+            InputError: where only one of compute and reduce would be float64.
         """
         if param == torch.float64:
             return Dtypes(param, param, param, param)
-        compute = self.compute or param
+        compute, reduce = self.compute or param, self.reduce or param
+        if (compute == torch.float64) != (reduce == torch.float64):
+            raise InputError(
+                f"Precision(compute={self.compute}, reduce={self.reduce}) for {param} parameters: "
+                "float64 gradients are reduced in float64 and others are not; give both, or none"
+            )
         split = self.master == "split" and compute == torch.bfloat16
-        return Dtypes(param, compute, self.reduce or param, torch.float32, split)
+        return Dtypes(param, compute, reduce, torch.float32, split)

@@ -94,20 +94,21 @@ class Reducer:
         self.grad_scale, self.unscales = None, False
         self._present.clear()
 
-    def finish(self, tag: Tag, *, failed: bool, strayed: bool) -> None:
+    def finish(self, tag: Tag, *, failed: bool, strayed: bool, lost: bool) -> None:
         """End a backward: complete the reductions, and start telling the ranks what came out.
 
         Args:
             failed: whether it raised on this rank, which has taken part without its gradients.
             strayed: whether that was because it took another way than before.
+            lost: whether an earlier one of this step did, inside no_sync, where nobody was told.
         """
         self._land()
         while self._flights:
             self._flights.pop(0).wait()
         self._failed = failed
         told = [
-            failed,
-            failed * self._comm.place,
+            failed or lost,
+            (failed or lost) * self._comm.place,
             strayed,
             *chain(*(self._present[f] for f in self.flats)),
         ]
@@ -150,14 +151,25 @@ class Reducer:
             handle.wait()
         self._summary_handles = []
 
-    def _drop(self, failures: int, place: int) -> None:
+    def drop_held_back(self) -> None:
+        """Forget the micro-batches that no_sync holds."""
+        for flat in self.flats:
+            flat.grads.forget_held_back()
+
+    def drop(self) -> None:
+        """Forget every gradient, and what was known of them."""
         for flat in self.flats:
             flat.grads.drop()
+        self._sum_of_squares = None
+
+    def _drop(self, failures: int, place: int) -> None:
+        self.drop()
         if not self._failed:
             who = f"rank {place}" if failures == 1 else f"{failures} ranks"
             raise StateError(
-                f"the last backward raised an exception on {who}, or took another way there than "
-                "before, and the gradients of this step are dropped on every rank. Repeat the step."
+                f"the last backward raised an exception on {who} (or one before it, inside "
+                "no_sync), or took another way there than before, and the gradients of this step "
+                "are dropped on every rank. Repeat the step."
             )
 
     def reduce(self, unit: Unit, tag: Tag, doing: Doing) -> None:
@@ -171,15 +183,16 @@ class Reducer:
                 mean = 1.0 / self._comm.world
                 route = self._route_of(flat)
                 self._comm.reclaim(route.packed, tag)
-                with doing("pack", unit):
-                    self._present[flat] = flat.grads.ready()
-                    flat.grads.pack(route.packed, mean if early else 1.0)
                 stats = self._stats[self._all.index(flat)]
                 scale = 1.0 if early else mean
-                with doing("reduce", unit):
-                    flight = Flight(flat, route, scale, stats, self._comm, tag)
-                self._in_flight = flight
-                self._flights.append(flight)
+                with self._comm.shards.attending():
+                    with doing("pack", unit):
+                        self._present[flat] = flat.grads.ready()
+                        flat.grads.pack(route.packed, mean if early else 1.0)
+                    with doing("reduce", unit):
+                        flight = Flight(flat, route, scale, stats, self._comm, tag)
+                    self._in_flight = flight
+                    self._flights.append(flight)
 
     def _land(self) -> None:
         """Have the reduction in flight leave the reduce buffers."""

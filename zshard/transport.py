@@ -22,6 +22,7 @@ from .symmetric import SymmetricRanks
 Transport = Literal["auto", "group", "peer"]
 
 _LOG = logging.getLogger("zshard")
+_MOST_RANKS = 128  # that read each other's memory: kMaxPeers in csrc/ops.h
 
 
 def asked_for(
@@ -108,7 +109,12 @@ def over_memory(
         if first:
             _LOG.info("comm='group': GPUs read each other's memory where comm='peer' asks for it")
         return shards
-    carried, hindrance = _reached(shards, device)
+    carried: Ranks | None = None
+    hindrance: _Hindrance | None = None
+    if shards.size <= _MOST_RANKS:
+        carried, hindrance = _reached(shards, device)
+    else:
+        hindrance = _Hindrance(f"{shards.size} ranks, where {_MOST_RANKS} is the most", lack=False)
     if replicas.size > 1:
         everyone = cast("list[_Hindrance | None]", replicas.all_gather_object(hindrance))
         hindrance = hindrance or next(filter(None, everyone), None)
