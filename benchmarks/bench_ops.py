@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import math
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -139,13 +141,23 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     results = [ceiling(device, effort)]
     modes = (False, True) if device.type == "cuda" else (False,)
     progress = tqdm(chosen, unit="case", disable=None)
-    for case in progress:
-        progress.set_postfix_str(case.name)
-        for replay in modes:
-            try:
-                results.append(run(case, device, effort, replay))
-            except NotCapturable as error:
-                refused.append(f"{case.name}: not replayed: {error}")
+    failed = False
+    # What has been measured is kept, whatever becomes of the rest.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        for case in progress:
+            progress.set_postfix_str(case.name)
+            for replay in modes:
+                try:
+                    results.append(run(case, device, effort, replay))
+                except NotCapturable as error:
+                    refused.append(f"{case.name}: not replayed: {error}")
+                except Exception as error:
+                    failed = True
+                    refused.append(f"FAILED: {case.name}: {type(error).__name__}: {error}")
+    except SystemExit:
+        failed = True
+        refused.append(f"FAILED: ended by SIGTERM in {case.name}; what follows it was not run")
     print(table(results, unit=1e-3), shares(results), *refused, sep="\n\n")
     print(f"{effort.rounds} rounds after {effort.warmups} warm-ups. {_NOT_RUN}")
     if arguments.quick:
@@ -158,6 +170,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         "results": [result.as_json() for result in results],
     }
     write(arguments, report, partial(draw, results, facts))
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

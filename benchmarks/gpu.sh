@@ -9,7 +9,9 @@
 # stage that fails is reported, the later ones still run, and the exit status is 1. With cpu, the
 # same stages run without a GPU as far as they can: to try the script, not to measure.
 #
-# PYTHON: the interpreter that has torch and pytest (python3).
+# PYTHON: the interpreter that has torch and pytest (python3). ONLY: an extended regular expression;
+# stages whose names it does not match are left out, so that what one call has no time for gets a
+# call of its own: ONLY='build|tests|sanitizer|racecheck', then ONLY='build|ops|step|losses'.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -49,6 +51,7 @@ failed=0
 stage() {
     local title=$1 limit=$2 status start=$SECONDS
     shift 2
+    [[ $title =~ ${ONLY:-.} ]] || return 0
     local left=$((time_limit - SECONDS))
     if ((left < 10)); then
         status="FAILED: no time left"
@@ -81,7 +84,9 @@ fi
 stage build 200 "$python" setup.py build_ext --inplace
 
 if [[ $device == cuda ]]; then
-    stage "cuda tests" 170 "$python" -m pytest tests -m cuda -q -p no:cacheprovider
+    workers=()
+    if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8 --dist worksteal); fi
+    stage "cuda tests" 170 "$python" -m pytest tests -m cuda -q -p no:cacheprovider "${workers[@]}"
     # Every test loads torch under the tool, which takes most of the time: one test per op and dtype
     # would not fit. Without torch's caching allocator each tensor is its own allocation, so that
     # reading past a tensor's end is seen.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -214,6 +215,38 @@ def test_collectives_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
     ways = [Way("a", lambda: right.zero_(), right), Way("b", lambda: wrong.fill_(1.0), wrong)]
     with pytest.raises(AssertionError, match="sum: b and a differ"):
         check("sum", ways, 1e-5)
+
+
+@pytest.mark.parametrize("ends_by", [AssertionError("differs"), signal.SIGTERM])
+def test_a_case_that_fails_does_not_lose_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: object
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import bench_ops
+    from op_cases import Case, copy_side
+
+    def fail(*_: object) -> None:
+        if isinstance(ends_by, Exception):
+            raise ends_by
+        os.kill(os.getpid(), ends_by)
+
+    good = Case("good", 64, lambda device, sets: [copy_side(64, device, sets)])
+    cases = [Case("bad", 64, fail), good]
+    monkeypatch.setattr(bench_ops, "cases", lambda *_: cases)
+    monkeypatch.setattr(bench_ops, "ceiling", lambda *_: bench_ops.run(good, *_, False))
+    handler = signal.getsignal(signal.SIGTERM)
+    path = tmp_path / "ops.json"
+    try:
+        with pytest.raises(SystemExit) as ended:
+            bench_ops.main(["--quick", "--json", str(path)])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert ended.value.code == 1
+    report = json.loads(path.read_text())
+    going_on = isinstance(ends_by, Exception)
+    assert [result["case"] for result in report["results"]] == ["good"] * (1 + going_on)
+    said = "FAILED: bad: AssertionError: differs" if going_on else "FAILED: ended by SIGTERM in bad"
+    assert report["not_run"][-1].startswith(said)
 
 
 def test_bench_step_trains_every_peer_and_variant_alike_and_keeps_every_figure(

@@ -37,6 +37,7 @@ class Double:
 
     def __init__(self, at_barrier: Callable[[], None] = lambda: None) -> None:
         self._at_barrier, self.made = at_barrier, list[int]()
+        self.channels: set[int] = set()  # that barriers were on
 
     def allocate(self, nbytes: int, ranks: Ranks) -> torch.Tensor:
         self.made.append(nbytes)
@@ -45,10 +46,11 @@ class Double:
     def join(self, own: torch.Tensor, ranks: Ranks) -> Extent:
         arena = Arena(ranks)
         rows = arena.window(own.numel()).rows
-        channels = [arena.window(64) for _ in range(2)]
+        channels = [arena.window(64) for _ in range(3)]
 
         def barrier(channel: int) -> None:
             self._at_barrier()
+            self.channels.add(channel)
             presence = channels[channel].presence
             assert presence.await_departures(kDeadline) < 0
             presence.arrive()
@@ -87,6 +89,22 @@ def test_bits_are_those_of_the_group_and_no_shard_is_sent(
         assert {op: shared[2][op] for op in kSteady} == {
             op: group[2][op] for op in kSteady
         } | in_memory
+
+
+def channels_of(rank: int, world_size: int, strategy: str) -> set[int]:
+    take(double := Double())
+    model = zshard.wrap(torch.nn.Linear(4, 4), comm="peer", strategy=strategy)
+    double.channels.clear()
+    model(torch.ones(1, 4)).sum().backward()
+    return double.channels
+
+
+@pytest.mark.parametrize(("strategy", "channels"), [("zero3", {0, 1}), ("ddp", {1, 2})])
+def test_a_gather_of_gradients_shares_no_barrier_with_one_of_parameters(
+    strategy: str, channels: set[int]
+) -> None:
+    """The two may be under way at a time, on different streams."""
+    assert run_ranks(channels_of, 2, strategy) == [channels] * 2
 
 
 def in_replicas(rank: int, world_size: int) -> list[object]:

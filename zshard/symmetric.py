@@ -28,7 +28,8 @@ from .neighbours import timeout_of
 from .streams import Mark, compute_waits, mark_here
 
 _Made = TypeVar("_Made")
-_GATHERS, _REDUCTIONS = 0, 1  # channels of barriers
+# Channels of barriers. What is mailed is gathered on any lane, so beside what others lend.
+_GATHERS, _REDUCTIONS, _MAIL = 0, 1, 2
 _EXTENT_BYTES = 2 << 20  # at least: what a mapping of GPU memory is a multiple of
 _COPIED = torch.float32  # any dtype of the ops: a shard's bytes are copied, 64 or a multiple
 
@@ -162,7 +163,8 @@ class SymmetricRanks(Ranks):
         """Let go of an extent that ``lent`` has for itself; what is small stays."""
         if _rounded(lent.nbytes) >= _EXTENT_BYTES:
             del self._parts[lent.untyped_storage().data_ptr()]
-            self._views.pop((lent.data_ptr(), lent.nbytes), None)
+            for key in [key for key in self._views if key[0] == lent.data_ptr()]:
+                del self._views[key]
 
     def rows_for_me(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """N x (S,): what every rank has packed for this one, in its ``packed`` (N * S,)."""
@@ -195,11 +197,12 @@ class SymmetricRanks(Ranks):
         self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """Copy what every rank lends where this one lends ``shard`` (S,) into ``full`` (N * S,)."""
+        channel = _GATHERS
         if self._find(shard) is None:
-            shard = self._mail(shard)
-        self._meeting.barrier(_GATHERS)
+            channel, shard = _MAIL, self._mail(shard)
+        self._meeting.barrier(channel)
         ops.gather_cast_(full.view(_COPIED), self._shards(shard))
-        self._meeting.barrier(_GATHERS)
+        self._meeting.barrier(channel)
         self._read[shard.data_ptr()] = mark_here(self.device)
         return None
 
