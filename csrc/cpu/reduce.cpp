@@ -35,43 +35,44 @@ void square_block(const T* x, int64_t count, double* squares) {
     });
 }
 
-template <typename T>
-void measure_typed(const ReduceArgs& args) {
+// Calls f(block, begin, count) for the elements [begin, begin + count) of acc that each block has,
+// and takes in the squares that it leaves there.
+template <typename Acc, typename F>
+void for_blocks(const ReduceArgs& args, const F& f) {
     const int64_t blocks = (args.numel + kSquareBlock - 1) / kSquareBlock;
-    const auto* x = static_cast<const T*>(args.acc);
-    Stats stats(args.stats, blocks);
-    parallel(blocks, kGrain / kSquareBlock, [&](int64_t first, int64_t last) {
-        Block<T> block;
-        for (int64_t b = first; b < last; ++b) {
-            const int64_t begin = b * kSquareBlock;
-            const int64_t count = std::min<int64_t>(kSquareBlock, args.numel - begin);
-            square_block(x + begin, count, block.squares);
-            stats.add(b, block, x + begin, count);
-        }
-    });
-    stats.write();
-}
-
-template <typename Acc, typename Chunk>
-void reduce_typed(const ReduceArgs& args) {
-    const int64_t blocks = (args.numel + kSquareBlock - 1) / kSquareBlock;
-    auto* acc = static_cast<Acc*>(args.acc);
-    // Accumulating reads acc into the cache anyway.
-    const bool stream = !args.accumulate && to_next_line(acc) == 0 &&
-                        args.numel * int64_t{sizeof(Acc)} >= kStreamBytes;
+    const auto* acc = static_cast<const Acc*>(args.acc);
     Stats stats(args.stats, blocks);
     parallel(blocks, kGrain / kSquareBlock, [&](int64_t first, int64_t last) {
         Block<Acc> block;
         for (int64_t b = first; b < last; ++b) {
             const int64_t begin = b * kSquareBlock;
             const int64_t count = std::min<int64_t>(kSquareBlock, args.numel - begin);
-            reduce_block<Acc, Chunk>(args.chunks, begin, count, acc + begin, args.scale,
-                                     args.accumulate, stream, block);
+            f(block, begin, count);
             stats.add(b, block, acc + begin, count);
         }
         stream_fence();
     });
     stats.write();
+}
+
+template <typename T>
+void measure_typed(const ReduceArgs& args) {
+    const auto* x = static_cast<const T*>(args.acc);
+    for_blocks<T>(args, [&](Block<T>& block, int64_t begin, int64_t count) {
+        square_block(x + begin, count, block.squares);
+    });
+}
+
+template <typename Acc, typename Chunk>
+void reduce_typed(const ReduceArgs& args) {
+    auto* acc = static_cast<Acc*>(args.acc);
+    // Accumulating reads acc into the cache anyway.
+    const bool stream = !args.accumulate && to_next_line(acc) == 0 &&
+                        args.numel * int64_t{sizeof(Acc)} >= kStreamBytes;
+    for_blocks<Acc>(args, [&](Block<Acc>& block, int64_t begin, int64_t count) {
+        reduce_block<Acc, Chunk>(args.chunks, begin, count, acc + begin, args.scale,
+                                 args.accumulate, stream, block);
+    });
 }
 
 }  // namespace
