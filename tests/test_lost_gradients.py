@@ -164,3 +164,36 @@ def test_float64_on_one_side_alone_is_refused_at_wrap(precision: zshard.Precisio
     with pytest.raises(zshard.InputError, match=r"float64.* for torch.float32 parameters.*both"):
         zshard.wrap(Two(), precision=precision)
     zshard.wrap(Two().double(), precision=zshard.Precision(reduce=torch.float64))
+
+
+def raises_twice(rank: int, world_size: int) -> list[str]:
+    """A micro-batch, then the step's last backward; the step after them is a good one."""
+    model = zshard.wrap(nn.Linear(4, 1, bias=False))
+    said = []
+    for step in range(2):
+        with zshard.no_sync(model):
+            attempt(model, rank == 1 and step == 0)
+        attempt(model, rank == 1 and step == 0)
+        try:
+            zshard.clip_grad_norm_(model, 1.0)
+            said.append("")
+        except zshard.StateError as error:
+            said.append(str(error))
+        model.zero_grad()
+    return said
+
+
+def attempt(model: nn.Module, failing: bool) -> None:
+    out = model(torch.ones(4))
+    if failing:
+        out.register_hook(fail)
+        with pytest.raises(ValueError, match="user code"):
+            out.sum().backward()
+    else:
+        out.sum().backward()
+
+
+def test_a_step_is_dropped_once() -> None:
+    for said in run_ranks(raises_twice, 2):
+        assert "raised an exception" in said[0]
+        assert said[1] == ""

@@ -255,6 +255,7 @@ class Backward:
             self._agreement.finish()
             if reduces:
                 self._crew.end_reductions(failed=True, strayed=strayed)
+                self._lost = False
                 self._reducer.settle()
         elif reduces:
             self._reducer.drop()

@@ -79,8 +79,7 @@ void finish_block(Block<Acc>& block, const Chunk* first, const Chunk* second, Ac
     });
 }
 
-// The rows' elements [begin, begin + count) into acc, which may be block.wide where Acc is its
-// type. Leaves their squares in block.squares.
+// The rows' elements [begin, begin + count) into acc. Leaves their squares in block.squares.
 template <typename Acc, typename Chunk>
 void reduce_block(const Rows& chunks, int64_t begin, int64_t count, Acc* acc, double scale,
                   bool accumulate, bool stream, Block<Acc>& block) {
