@@ -151,7 +151,7 @@ class Reducer:
             handle.wait()
         self._summary_handles = []
 
-    def drop_held_back(self) -> None:
+    def forget_held_back(self) -> None:
         """Forget the micro-batches that no_sync holds."""
         for flat in self.flats:
             flat.grads.forget_held_back()
