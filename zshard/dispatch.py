@@ -73,7 +73,10 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
             assert written._local is not None
             written.flat.slice_written(written._local)
         return args[0] if func._schema.returns else None
-    return tree_map(_wrap_like(sharded), result)
+    wrapped = tree_map(_wrap_like(sharded), result)
+    if func in _ALIASES and isinstance(sharded[0], ShardedGrad) and isinstance(wrapped, Sharded):
+        sharded[0].flat.grads.handles.note_alias(wrapped)
+    return wrapped
 
 
 def _sharded_arguments(args: object, kwargs: object) -> list[Sharded]:

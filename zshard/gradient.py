@@ -9,6 +9,7 @@ import torch
 
 from . import ops
 from .errors import InputError, StateError
+from .handles import Handles, shares
 from .layout import Range
 from .leaf import as_autograd_sees
 from .param import Sharded, ShardedGrad
@@ -35,7 +36,7 @@ class Gradients:
         self._held: list[torch.Tensor | None] = [None] * len(flat.names)
         # (N * S,) reduce dtype, where those are that have to be cast; kept while steps need it.
         self._sums: torch.Tensor | None = None
-        self._handles: list[ShardedGrad | None] = [None] * len(flat.names)
+        self.handles = Handles(flat)
         # The reducer's: called before the user asks for a gradient, looks inside, or changes it.
         self.on_query: Callable[[], None] = lambda: None
         self.on_access: Callable[[], None] = lambda: None
@@ -63,7 +64,7 @@ class Gradients:
             self._tell(-self._memory.nbytes)
             self._memory = None
         self._free_sums()
-        self._handles = [None] * len(self._handles)
+        self.handles.forget()
 
     def _tell(self, nbytes: int) -> None:
         self._flat.schedule.pool.ledger.add("gradients", nbytes)
@@ -89,7 +90,7 @@ class Gradients:
     def _bytes_of_its_own(self, held: torch.Tensor | None) -> int:
         """Bytes of one held back; 0 where it lies in the buffer or among the sums."""
         kept = (self._memory, self._sums)
-        if held is None or any(_shares(held, each) for each in kept if each is not None):
+        if held is None or any(shares(held, each) for each in kept if each is not None):
             return 0
         return held.nbytes
 
@@ -100,29 +101,31 @@ class Gradients:
         self.on_query()
         if not self.present[index] and not self.is_held_back(index):
             return None
-        handle = self._handles[index]
-        if handle is None:
-            begin, end, _ = self._flat.local(index)
-            handle = ShardedGrad(self.owned()[begin:end], self._flat, index)
-            self._handles[index] = handle
-        return handle
+        handle = self.handles.get(index)
+        return self.handles.make(index, self.owned()) if handle is None else handle
 
     def set(self, index: int, value: torch.Tensor | None) -> None:
         """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
         flat = self._flat
+        if isinstance(value, Sharded) and (value.flat is not flat or value.segment != index):
+            raise InputError(f"{flat.names[index]}: this is the gradient of {value.fqn}")
         if value is not None:
             self._apply_scale(index)
         self.on_change()
+        if value is None or value is not self.handles.get(index):
+            self._leave(index)
         self._let_go([index])  # what no_sync has held back goes with it
         if value is None:
             self.present[index] = False
             return
-        if isinstance(value, Sharded) and (value.flat is not flat or value.segment != index):
-            raise InputError(f"{flat.names[index]}: this is the gradient of {value.fqn}")
-        if value is not self._handles[index]:
+        if value is not self.handles.get(index):
             begin, end, _ = flat.local(index)
             Sharded(self.owned()[begin:end], flat, index).copy_(value)
         self.present[index] = True
+
+    def _leave(self, index: int) -> None:
+        """Leave gradient ``index``, which is dropped, to those who keep it."""
+        self.handles.leave(index, self._memory, held_back=self.is_held_back(index))
 
     def before_access(self, index: int) -> None:
         """Make the gradient shard hold what the user is to see.
@@ -166,7 +169,7 @@ class Gradients:
 
     def written(self, local: torch.Tensor) -> bool:
         """Note that ``local`` was written in place, if it is part of these gradients."""
-        if self._memory is None or not _shares(local, self._memory):
+        if self._memory is None or not shares(local, self._memory):
             return False
         self.on_change()
         return True
@@ -277,6 +280,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget every gradient, as zero_grad does."""
+        for index in range(len(self.present)):
+            self._leave(index)
         self.present = [False] * len(self.present)
         self.forget_held_back()
 
@@ -299,7 +304,3 @@ class Gradients:
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
-
-
-def _shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()

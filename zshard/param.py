@@ -244,3 +244,15 @@ class ShardedGrad(Sharded):
         self.flat.grads.before_access(self.segment)
         assert self._local is not None
         return self._local
+
+
+class LostGrad(Sharded):
+    """A gradient that was dropped before it was reduced, and kept by the user."""
+
+    @property
+    def local(self) -> NoReturn:
+        """No rank has it."""
+        raise StateError(
+            f"{self.fqn}: this gradient was dropped while zshard.no_sync held it back, and was "
+            "never reduced"
+        )

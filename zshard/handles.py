@@ -1,0 +1,86 @@
+"""The gradients of one flat buffer as objects: what ``p.grad`` is, and what becomes of one kept.
+
+[Note: a gradient that is kept] The gradients of every step lie in the same memory. ``p.grad`` is
+one object for as long as the gradient accumulates; once that is dropped the next one is another, as
+with plain tensors, so whoever still has the first has to keep its values. Nobody can come by it any
+more, so whether anybody has it is seen when it is dropped: by its references, which cost nothing to
+look at, where a new object for each step would.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .param import LostGrad, Sharded, ShardedGrad
+
+if TYPE_CHECKING:
+    from .flat import Flat
+
+
+class Handles:
+    """What the user was given of the gradients of ``flat``."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._handles: list[ShardedGrad | None] = [None] * len(flat.names)
+        self._aliases: list[list[weakref.ref[Sharded]]] = [[] for _ in flat.names]
+
+    def get(self, index: int) -> ShardedGrad | None:
+        """The object that stands for the gradient of parameter ``index``, if there is one."""
+        return self._handles[index]
+
+    def make(self, index: int, owned: torch.Tensor) -> ShardedGrad:
+        """A new one; ``owned`` (O,) has the values."""
+        begin, end, _ = self._flat.local(index)
+        handle = self._handles[index] = ShardedGrad(owned[begin:end], self._flat, index)
+        return handle
+
+    def note_alias(self, alias: Sharded) -> None:
+        """Note that the user was given ``alias``, which may be of a gradient's memory."""
+        known = self._aliases[alias.segment]
+        known[:] = [each for each in known if each() is not None] + [weakref.ref(alias)]
+
+    def leave(self, index: int, memory: torch.Tensor | None, *, held_back: bool) -> None:
+        """Leave gradient ``index``, which is dropped, to those who keep it.
+
+        Args:
+            memory: what all gradients lie in; held_back: by no_sync, so that nobody has it whole.
+        """
+        kept = [alias for each in self._aliases[index] if (alias := each()) is not None]
+        self._aliases[index].clear()
+        if _is_kept(self._handles, index):
+            handle, self._handles[index] = self._handles[index], None
+            assert handle is not None
+            handle.__class__ = LostGrad if held_back else Sharded  # type: ignore[assignment]
+            kept.append(handle)
+        scale = self._flat.schedule.reducer.grad_scale
+        for each in kept:
+            if each._local is not None and memory is not None and shares(each._local, memory):
+                own = each._local.to(self._flat.dtypes.master, copy=True)
+                each._local = own if scale is None else own.mul_(scale)
+
+    def forget(self) -> None:
+        """Have no object for any gradient; the memory is freed."""
+        self._handles = [None] * len(self._handles)
+
+
+def shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether the two lie in one storage."""
+    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def _references(items: Sequence[object], index: int) -> int:
+    return sys.getrefcount(items[index])
+
+
+_ALONE = _references([object()], 0)  # where there is none but the list's
+
+
+def _is_kept(items: Sequence[object], index: int) -> bool:
+    """Whether anybody but the list refers to an item."""
+    return items[index] is not None and _references(items, index) > _ALONE
