@@ -209,6 +209,8 @@ def test_what_would_be_lost_or_wrong_is_refused_by_name() -> None:
         model.half()
     with pytest.raises(zshard.ShardedAccessError, match="different parts"):
         weight.detach() * model.outlet.weight.detach()
+    with pytest.raises(zshard.ShardedAccessError, match=r"_foreach_mul.*different parts"):
+        torch._foreach_mul([weight.detach()] * 2, [weight.detach(), model.outlet.weight.detach()])
     with pytest.raises(zshard.ShardedAccessError, match="equal needs the whole"):
         torch.equal(weight, weight)  # an answer that would depend on the rank
     with pytest.raises(zshard.ShardedAccessError, match=r"before zshard\.wrap"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
             "model before it, or pass device= and precision=zshard.Precision(...) to it."
         )
     _refuse_whole_tensor_ops(func, sharded)
-    _refuse_different_layouts(func, sharded)
+    _refuse_different_layouts(func, args, kwargs)
     if func in _ALIASES and sharded[0]._local is None:
         return Sharded(None, sharded[0].flat, sharded[0].segment)
     if func._schema.name in ("aten::zero_", "aten::_foreach_zero_"):
@@ -107,17 +108,28 @@ def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
     )
 
 
-def _refuse_different_layouts(func: Any, sharded: list[Sharded]) -> None:
-    if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
-        return  # torch's optimizers give lists that line up
-    first = sharded[0]
-    for other in sharded[1:]:
-        if other.extent() != first.extent():
-            raise ShardedAccessError(
-                f"{func._schema.name} of {first.fqn!r} and {other.fqn!r}: this rank holds "
-                "different parts of the two. Work on whole parameters inside "
-                "zshard.full_params(model)."
-            )
+def _refuse_different_layouts(
+    func: Any, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    for together in _computed_together(func, args, kwargs):
+        for first, other in pairwise(together):
+            same = other.flat is first.flat and other.segment == first.segment
+            if not same and other.extent() != first.extent():
+                raise ShardedAccessError(
+                    f"{func._schema.name} of {first.fqn!r} and {other.fqn!r}: this rank holds "
+                    "different parts of the two. Work on whole parameters inside "
+                    "zshard.full_params(model)."
+                )
+
+
+def _computed_together(
+    func: Any, args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[list[Sharded]]:
+    """The sharded arguments that meet element by element, with each other."""
+    if not func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return [_sharded_arguments(args, kwargs)]
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+    return [[x for x in row if isinstance(x, Sharded)] for row in zip_longest(*lists)]
 
 
 def _refuse_split(func: Any, changed: list[Sharded]) -> None:
