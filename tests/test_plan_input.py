@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import models
 import pytest
 import torch
+from torch import nn
 
 import zshard
 from zshard.planning.machine import MACHINES
@@ -36,6 +38,32 @@ def test_sizes_as_text_are_refused(given: dict[str, str]) -> None:
         zshard.plan(models.build("blocks"), 2, **given)
     with pytest.raises(zshard.InputError, match="GB"):
         zshard.plan(models.build("blocks"), 2).fit("80GB")
+
+
+class WithTable(nn.Module):
+    """A linear layer, and a parameter of another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+        self.linear = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: WithTable(torch.int64), r"table has dtype torch\.int64"),
+        (lambda: WithTable(torch.complex64), r"table has dtype torch\.complex64"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), r"0\.weight has no shape yet"),
+    ],
+)
+def test_a_model_that_wrap_refuses_cannot_be_planned(
+    model: Callable[[], nn.Module], why: str
+) -> None:
+    with pytest.raises(zshard.WrapError, match=why):
+        zshard.plan(model(), 2)
+    with pytest.raises(zshard.WrapError, match=why):
+        zshard.wrap(model())
 
 
 def test_a_machine_measured_with_one_rank_does_for_counting_devices() -> None:

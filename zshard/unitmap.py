@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from .errors import InputError, WrapError
 from .precision import Dtypes, Precision
@@ -170,17 +171,21 @@ def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:
     return [UnitSpec(specs[i].name, specs[i].module, parent(i), specs[i].params) for i in kept]
 
 
-def check_parameters(specs: Sequence[UnitSpec]) -> torch.device | None:
-    """The one device of all parameters that have values; None where none has.
+def check_kinds(specs: Sequence[UnitSpec]) -> None:
+    """See that zshard can shard parameters of these kinds.
 
     Raises:
-        WrapError: for parameters that are wrapped already, have a gradient, lie on different
-            devices, or have a dtype that zshard does not shard.
+        WrapError: for parameters that are wrapped already, have no shape yet, or have a dtype that
+            zshard does not shard.
     """
-    devices: dict[torch.device, str] = {}
     for spec in specs:
         for owned in spec.params:
             param = owned.param
+            if is_lazy(param):
+                raise WrapError(
+                    f"{owned.name} has no shape yet (a lazy module); call the model once before "
+                    "zshard.wrap"
+                )
             if type(param) is not nn.Parameter:
                 raise WrapError(
                     f"{owned.name} is a {type(param).__name__}, not a plain Parameter. Is part of "
@@ -191,12 +196,25 @@ def check_parameters(specs: Sequence[UnitSpec]) -> torch.device | None:
                     f"{owned.name} has dtype {param.dtype}; zshard shards float32, bfloat16, "
                     "float16 and float64. Name it in ignored=[...] to leave it whole."
                 )
-            if param.grad is not None:
+
+
+def check_parameters(specs: Sequence[UnitSpec]) -> torch.device | None:
+    """The one device of all parameters that have values; None where none has.
+
+    Raises:
+        WrapError: as ``check_kinds``; for parameters that have a gradient, or lie on different
+            devices.
+    """
+    check_kinds(specs)
+    devices: dict[torch.device, str] = {}
+    for spec in specs:
+        for owned in spec.params:
+            if owned.param.grad is not None:
                 raise WrapError(
                     f"{owned.name} has a gradient already; call zero_grad() before zshard.wrap"
                 )
-            if not param.is_meta:
-                devices.setdefault(param.device, owned.name)
+            if not owned.param.is_meta:
+                devices.setdefault(owned.param.device, owned.name)
     if len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise WrapError(f"parameters lie on different devices: {where}. Pass device=...")

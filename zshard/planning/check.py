@@ -42,7 +42,8 @@ def check(plan: Plan, model: nn.Module) -> None:
         raise PlanError(
             f"what the model takes differs from the plan by more than {_TOLERANCE:.0%}: "
             f"{'; '.join(wrong[:8])}{more}. Gradients and buffers are there after a backward, and "
-            "the optimizer's states after a step; all arguments have to be those of zshard.wrap."
+            "the states of zshard's optimizers (others are not counted) after a step; all "
+            "arguments have to be those of zshard.wrap."
         )
 
 

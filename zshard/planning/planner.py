@@ -14,7 +14,7 @@ from ..layout import Layout
 from ..precision import Precision
 from ..strategy import Choice, strategy_of
 from ..transport import Transport
-from ..unitmap import Units, UnitSpec, flat_groups, unit_map
+from ..unitmap import Units, UnitSpec, check_kinds, flat_groups, unit_map
 from .fit import require_bytes
 from .footprint import (
     STATES,
@@ -85,6 +85,7 @@ def plan(
     Raises:
         InputError: for an argument that cannot be used, or a model that does not run without
             values.
+        WrapError: for parameters that ``wrap`` refuses.
     """
     if activations is not None and (type(activations) is not int or activations < 0):
         raise InputError(f"activations={activations!r}: expected bytes, 0 or more")
@@ -112,6 +113,7 @@ def plan(
     with _ALONE:
         built = model_of(model, context)
         specs = unit_map(built, units, ())
+        check_kinds(specs)
         return _Planner(built, specs, batch, activations, nccl, on, hbm).plan(setup)
 
 
