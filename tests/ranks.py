@@ -231,6 +231,7 @@ def _process_group(rank: int, world_size: int, folder: str, timeout: float) -> I
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
+    dist.barrier()  # one that ends at once would break the connections that others still make
     yield
     # Not on an exception: the report must not wait for peers that will never answer.
     dist.destroy_process_group()
