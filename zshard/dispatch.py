@@ -157,15 +157,23 @@ def _own_slice(target: Sharded, source: object) -> object:
     """What of ``source`` goes into ``target``: a whole tensor gives this rank's slice of it."""
     if not isinstance(source, torch.Tensor) or isinstance(source, Sharded) or source.ndim == 0:
         return source
+    return own_slice(target, source)
+
+
+def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of ``whole``, a tensor like ``target``.
+
+    Raises:
+        InputError: if it has another shape.
+    """
     segment = target.flat.layout.segments[target.segment]
-    if source.shape != segment.shape:
+    if whole.shape != segment.shape:
         raise InputError(
-            f"{target.fqn}: cannot copy a tensor of shape {tuple(source.shape)} into a parameter "
+            f"{target.fqn}: cannot copy a tensor of shape {tuple(whole.shape)} into a parameter "
             f"of shape {tuple(segment.shape)}"
         )
-    whole = segment.physical(source).reshape(-1)
     skip = target.flat.local(target.segment).skip
-    return whole[skip : skip + target._numel()]
+    return segment.physical(whole).reshape(-1)[skip : skip + target._numel()]
 
 
 def _local_of(func: Any, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from .comm import Comm, Tag
+from .dispatch import own_slice
 from .errors import InputError, StateError
-from .flat import Flat
+from .flat import Flat, user_attributes
+from .param import Sharded
 from .schedule import Schedule
 from .unit import State
 from .wrap import schedule_of
@@ -55,11 +57,13 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
     Args:
         write: take what the context leaves in the parameters as their new values. Every rank has
-            to leave the same values; each keeps its own shard of them. After an exception
-            nothing is taken.
+            to leave the same values; each keeps its own shard of them. Elements that are left as
+            they were keep their master, whose fp32 has more bits than a 16-bit parameter. After an
+            exception nothing is taken.
 
     Raises:
-        StateError: inside a forward or backward, or inside another full_params.
+        StateError: inside a forward or backward, or inside another full_params; at the end of one
+            for writing, if a sharded parameter was changed meanwhile (by an optimizer's step, say).
         InputError: at the end, for a parameter that was replaced by one of another shape.
     """
     schedule = schedule_of(model)
@@ -67,6 +71,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     schedule.begin_call("full_params")
     lent = [[_lend(flat, schedule) for flat in unit.flats] for unit in schedule.units]
+    updates = [flat.updates for unit in schedule.units for flat in unit.flats]
     schedule.whole = True
     try:
         for unit, params in zip(schedule.units, lent, strict=True):
@@ -81,6 +86,12 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         for unit in schedule.units:
             for place in unit.places:
                 place.install(unit.flats[place.flat].params[place.segment])
+    if write and updates != [flat.updates for flat, _ in taken]:
+        raise StateError(
+            "parameters were changed by an optimizer's step, or through their shards, inside "
+            "zshard.full_params(model, write=True), which would undo that. They keep these "
+            "changes, and nothing of what was written in the context; do one after the other."
+        )
     for flat, whole in taken:
         for param, value in zip(flat.params, whole, strict=True):
             param.requires_grad_(value.requires_grad)
@@ -167,13 +178,26 @@ def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
     if full is owned and flat.dtypes.param == full.dtype:
         full = full.clone()  # what is written in there is no new value of the master
     full = full.to(flat.dtypes.param)
-    return [
-        nn.Parameter(segment.view_of(full), requires_grad=trained)
-        for segment, trained in zip(flat.layout.segments, flat.trained, strict=True)
-    ]
+    lent = []
+    for segment, param, trained in zip(
+        flat.layout.segments, flat.params, flat.trained, strict=True
+    ):
+        whole = nn.Parameter(segment.view_of(full), requires_grad=trained)
+        whole.__dict__.update(user_attributes(param))
+        lent.append(whole)
+    return lent
 
 
 def _take_back(flat: Flat, whole: list[nn.Parameter]) -> None:
+    exact = flat.dtypes.param == flat.dtypes.master
     with torch.no_grad():
-        for param, value in zip(flat.params, whole, strict=True):
-            param.copy_(value)
+        for index, (param, value) in enumerate(zip(flat.params, whole, strict=True)):
+            given = own_slice(param, value).to(flat.device)
+            if not exact and given.dtype == flat.dtypes.param:
+                begin, end, _ = flat.local(index)
+                master = flat.master.read(begin, end)
+                bits = torch.int16  # so that a NaN, too, is what it was
+                lent = master.to(given.dtype)
+                left = given.contiguous().view(bits) == lent.view(bits)
+                given = torch.where(left, master, given.to(master.dtype))
+            param.copy_(Sharded(given, flat, index))

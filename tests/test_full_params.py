@@ -1,0 +1,142 @@
+"""zshard.full_params(write=True): what was written is taken, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import zshard
+
+kPrecisions = {
+    "own": None,
+    "bf16": zshard.Precision.bf16(),
+    "split": zshard.Precision(compute=torch.bfloat16, master="split"),
+}
+
+
+class Scaled(nn.Linear):
+    """A layer that reads an attribute of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.factor
+
+
+def trained(dtype: torch.dtype, strategy: str = "zero3", precision: str = "own") -> nn.Module:
+    """A model whose fp32 masters have more bits than its parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), Scaled(7, 5)).to(dtype)
+    model[1].weight.factor = 2.0
+    zshard.wrap(model, strategy=strategy, precision=kPrecisions[precision])
+    opt = zshard.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(3):
+        model(torch.ones(2, 5, dtype=dtype)).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return model
+
+
+def masters(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's slices of the masters, in fp32."""
+    found = {}
+    for param in model.parameters():
+        begin, end, _ = param.flat.local(param.segment)
+        found[param.fqn] = param.flat.master.read(begin, end).clone()
+    return found
+
+
+def write_some(
+    rank: int, world_size: int, dtype: torch.dtype, strategy: str, precision: str
+) -> None:
+    model = trained(dtype, strategy, precision)
+    before = masters(model)
+    if dtype != torch.float32:
+        assert any((each != each.to(dtype)).any() for each in before.values())
+    with zshard.full_params(model, write=True):
+        pass
+    after = masters(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with zshard.full_params(model, write=True), torch.no_grad():
+        model[0].bias.fill_(0.5)
+        model[1].weight[2, 3] = float("nan")
+        model[1].bias = nn.Parameter(torch.full((5,), 0.25, dtype=dtype))
+    after = masters(model)
+    assert torch.equal(before["0.weight"], after["0.weight"])
+    assert (after["0.bias"] == 0.5).all() and (after["1.bias"] == 0.25).all()
+    differs = after["1.weight"] != before["1.weight"]
+    whole = zshard.full_param(model, "1.weight")
+    assert whole.isnan().nonzero().tolist() == [[2, 3]]
+    assert torch.equal(differs, after["1.weight"].isnan())
+    for name in ("0.bias", "1.bias"):
+        assert zshard.full_param(model, name).unique().numel() == 1
+    with zshard.full_params(model, write=True):
+        pass
+    again = masters(model)
+    assert all(
+        torch.equal(a.view(torch.int32), again[n].view(torch.int32)) for n, a in after.items()
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "strategy", "precision"),
+    [
+        (torch.bfloat16, "zero3", "own"),
+        (torch.float16, "zero3", "own"),
+        (torch.bfloat16, "zero3", "split"),
+        (torch.bfloat16, "ddp", "own"),
+        (torch.float32, "zero3", "own"),
+        (torch.float32, "zero2", "bf16"),
+        (torch.float32, "zero3", "split"),
+    ],
+)
+def test_what_is_not_written_keeps_every_bit_of_its_master(
+    world_size: int, dtype: torch.dtype, strategy: str, precision: str
+) -> None:
+    run_ranks(write_some, world_size, dtype, strategy, precision)
+
+
+def by_optimizer(model: nn.Module) -> None:
+    model(torch.ones(2, 5)).square().mean().backward()
+    opt = zshard.AdamW(model.parameters(), lr=0.1)
+    with zshard.full_params(model, write=True):
+        opt.step()
+
+
+def by_shards(model: nn.Module) -> None:
+    with zshard.full_params(model, write=True):
+        for shard in zshard.local_shards(model).values():
+            shard.add_(1.0)
+        zshard.mark_updated(model)
+
+
+@pytest.mark.parametrize("change", [by_optimizer, by_shards])
+def test_a_change_of_shards_inside_is_refused_and_kept(change: Callable[[nn.Module], None]) -> None:
+    model = trained(torch.float32)
+    before = zshard.full_param(model, "0.weight")
+    with pytest.raises(zshard.StateError, match="one after the other"):
+        change(model)
+    assert (zshard.full_param(model, "0.weight") - before).abs().min() > 0.01
+    model(torch.ones(2, 5))
+
+
+def test_without_writing_a_step_inside_counts() -> None:
+    model = trained(torch.float32)
+    model(torch.ones(2, 5)).square().mean().backward()
+    before = zshard.full_param(model, "0.weight")
+    opt = zshard.AdamW(model.parameters(), lr=0.1)
+    with zshard.full_params(model):
+        opt.step()
+    assert not torch.equal(zshard.full_param(model, "0.weight"), before)
+
+
+def test_attributes_of_parameters_are_there_inside() -> None:
+    model = trained(torch.float32)
+    x = torch.ones(2, 5)
+    expected = model(x)
+    with zshard.full_params(model), torch.no_grad():
+        assert torch.equal(model(x), expected)
+        assert model[1].weight.factor == 2.0
