@@ -19,18 +19,21 @@ class Place:
     flat: int  # index into Unit.flats
     segment: int  # index into the flat's segments
 
-    def install(self, param: torch.Tensor, instead_of: torch.Tensor | None = None) -> None:
-        """Make ``param`` what the module finds under the attribute.
+    def require(self, param: torch.Tensor) -> None:
+        """Make sure that the module holds ``param``.
 
         Raises:
-            StateError: if the module holds something else than ``instead_of`` there now.
+            StateError: if it holds something else.
         """
-        if instead_of is not None and self.module._parameters.get(self.attribute) is not instead_of:
+        if self.module._parameters.get(self.attribute) is not param:
             raise StateError(
                 f"{type(self.module).__name__}.{self.attribute} was replaced after zshard.wrap (by "
                 "an assignment, or torch.func.functional_call). Change values inside "
                 "zshard.full_params(model, write=True); change modules before wrapping."
             )
+
+    def install(self, param: torch.Tensor) -> None:
+        """Make ``param`` what the module finds under the attribute."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.attribute] = param  # type: ignore[assignment]
         else:  # a module that keeps books on assignment, as nn.LSTM does

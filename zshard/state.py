@@ -40,9 +40,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
         )
     schedule.begin_call(f"state_dict(all_ranks={all_ranks})")
     for unit in schedule.units:
-        for place in unit.places:
-            param = unit.flats[place.flat].params[place.segment]
-            place.install(param, instead_of=param)  # refused if it was replaced
+        unit.require_parameters()
     if all_ranks:
         schedule.buffers.broadcast()
     wanted = all_ranks or schedule.comm.place == 0

@@ -183,7 +183,8 @@ class Unit:
         if not self._installed:
             for place in self.places:
                 flat = self.flats[place.flat]
-                place.install(flat.leaves[place.segment], flat.params[place.segment])
+                place.require(flat.params[place.segment])
+                place.install(flat.leaves[place.segment])
             self._installed = True
 
     def uninstall(self) -> None:
@@ -193,6 +194,15 @@ class Unit:
             for place in self.places:
                 place.install(self.flats[place.flat].params[place.segment])
             self._installed = False
+
+    def require_parameters(self) -> None:
+        """Make sure that the modules hold the sharded parameters, between steps.
+
+        Raises:
+            StateError: with the first that was replaced.
+        """
+        for place in self.places:
+            place.require(self.flats[place.flat].params[place.segment])
 
     def check_unwritten(self) -> None:
         """Make sure that forward has not written to a whole parameter.

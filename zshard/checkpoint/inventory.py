@@ -43,7 +43,11 @@ def inventory_of(schedule: Schedule) -> Inventory:
 
     Raises:
         InputError: for an extra state that JSON cannot hold.
+        StateError, WrapError: for parameters or modules replaced, added or removed after wrap.
     """
+    schedule.structure.check_unchanged()
+    for unit in schedule.units:
+        unit.require_parameters()
     found = Inventory()
     first = schedule.comm.place == 0
     for owned in owned_parameters(schedule.model, ()):

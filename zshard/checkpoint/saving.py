@@ -10,6 +10,7 @@ ranks learn whether one has failed: then all raise, and what was written is remo
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -243,6 +244,11 @@ class Job:
         tensors: dict[str, dict[str, Stored]] = {kind: {} for kind in stock.tensors}
         for task, unsorted in zip(self._tasks, chunks, strict=True):
             parts = sorted(unsorted)
+            ends = [0, *(part.end for part in parts)]
+            if ends != [*(part.begin for part in parts), math.prod(task.slab.shape)]:
+                raise CheckpointError(
+                    f"{self.target}: the ranks together do not have all of {task.name}"
+                )
             tensors[task.kind][task.name] = Stored(
                 task.file,
                 task.slab.offset,
