@@ -17,7 +17,7 @@ from zshard.errors import InputError
 from zshard.gpt import GPT
 from zshard.job import Job, Place
 from zshard.options import TrainOptions, changes_on_resume, resolve
-from zshard.train import Run, train
+from zshard.train import Run, TrainError, train
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +181,38 @@ def test_resume_refuses_what_would_change_the_curve(whole_run: tuple[Path, str])
     assert changes_on_resume(resumed, replace(resumed, keep=5, out="x")) == ""
 
 
+def test_a_resumed_run_does_not_go_on_in_another_runs_folder(
+    whole_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    out = whole_run[0]
+    other, moved = tmp_path / "other", tmp_path / "moved"
+    (other / "checkpoints").mkdir(parents=True)
+    with pytest.raises(InputError, match="holds a run already"):
+        resolve({"resume": str(out), "steps": 10, "out": str(other)})
+    assert resolve({"resume": str(out), "steps": 10, "out": f"{out}/../run"}).steps == 10
+    shutil.copytree(out / "checkpoints" / "step-00000004", moved)
+    with pytest.raises(InputError, match="in no run's folder: say with --out"):
+        resolve({"resume": str(moved)})
+    assert resolve({"resume": str(moved), "out": str(tmp_path / "new")}).steps == 8
+
+
+def test_gradients_that_are_not_finite_are_an_error_before_the_step(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = TrainOptions(layers=1, width=36, heads=3, seq=24, batch=3, data=(str(text),))
+    run = Run(Job(Place(), "cpu"), options, Corpus.read(find_files(options.data), options.seq))
+    run.take_step()
+    before = zshard.full_param(run.model, "norm.weight")
+    loss_of = Run.loss
+    # Finite, with a gradient that is not: the derivative of a square root at 0.
+    monkeypatch.setattr(
+        Run, "loss", lambda run, batch: (loss := loss_of(run, batch)) + (0.0 * loss).sqrt() * 0.0
+    )
+    with pytest.raises(TrainError, match=r"the loss is \d.* and the gradients' norm nan at step 2"):
+        run.take_step()
+    assert torch.equal(zshard.full_param(run.model, "norm.weight"), before)
+
+
 def test_resume_refuses_another_text(whole_run: tuple[Path, str], tmp_path: Path) -> None:
     options = resolve({"resume": str(whole_run[0]), "steps": 10})
     (tmp_path / "other").write_text("x" * 9999)
@@ -234,7 +266,7 @@ def test_a_loss_that_is_not_finite_is_an_error_after_the_save_under_way(
     options = ("--steps", 50, "--save-every", 1, "--lr", 1e30, "--sample", 0)
     done = run("train", *TINY, *options, "--data", text, "--out", tmp_path / "run")
     assert done.returncode == 1
-    step = int(re.search(r"the loss is nan at step (\d+)", done.stderr)[1])
+    step = int(re.search(r"the loss is .* at step (\d+)", done.stderr)[1])
     folder = tmp_path / "run" / "checkpoints"
     assert zshard.latest(folder) == str(folder / f"step-{step - 1:08d}")
     assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]

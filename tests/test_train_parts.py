@@ -1,15 +1,20 @@
 """What `zshard train` is made of: text, model and metrics, each on its own."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
+import zshard
 from zshard.data import Corpus, find_files
 from zshard.gpt import GPT, SIZES, GPTConfig, generate
+from zshard.job import Job, Place
 from zshard.metrics import MetricsLog, StepMetrics, read_metrics
 from zshard.options import TrainOptions
+from zshard.output import output_folder
 
 
 def test_a_batch_is_a_function_of_seed_step_micro_step_and_rank_alone() -> None:
@@ -49,6 +54,66 @@ def test_metrics_written_after_the_checkpoint_are_dropped_on_resume(tmp_path: Pa
     path.write_text(path.read_text() + json.dumps({"step": 4})[:5])
     MetricsLog(path, resumed_at=2).close()
     assert read_metrics(path) == lines[:2]
+
+
+def test_metrics_that_cannot_be_written_anew_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, resumed_at=0)
+    for step in range(1, 200):
+        log.write(StepMetrics(step, 1 / step, 1.0, 0.1, 0.1, 10.0, 0.0))
+    log.close()
+    before = path.read_bytes()
+
+    def full(self: Path, text: str, **_: object) -> int:
+        self.write_bytes(text.encode()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(zshard.InputError, match="No space left"):
+        MetricsLog(path, resumed_at=150)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"step": 1, "mood": 2}', "3"])
+def test_a_line_of_metrics_that_is_none_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 0, "validation_loss": 1.0}) + f"\n{line}\n")
+    with pytest.raises(zshard.InputError, match=r"metrics\.jsonl, line 2: no metrics"):
+        read_metrics(path)
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Job(Place(), "cpu")
+    folders = [output_folder(job, None) for _ in range(5)]
+    assert len(set(folders)) == 5 and all(folder.is_dir() for folder in folders)
+    assert {folder.parent for folder in folders} == {Path("runs")}
+
+
+def no_folder(rank: int, world_size: int, path: Path) -> None:
+    class TwoRanks(Job):
+        def __init__(self) -> None:
+            self.rank, self.world_size = rank, world_size
+
+        def _named_errors(self, what: str) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    with pytest.raises(zshard.InputError, match=r"--out .*file/run: .*Not a directory"):
+        output_folder(TwoRanks(), str(path / "file" / "run"))
+    with pytest.raises(zshard.InputError, match=r"--out .*old: .*metrics\.jsonl, line 1"):
+        output_folder(TwoRanks(), str(path / "old"))
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text("x\n")
+    run_ranks(no_folder, 2, tmp_path)
 
 
 def test_the_gpt_is_causal_and_its_generation_depends_on_the_seed_alone() -> None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
+from .errors import InputError
+from .files import write_whole
 from .scalars import Scalars
 
 
@@ -53,18 +55,22 @@ class MetricsLog:
         resumed_at: int,  # steps already taken; what an earlier run wrote after that is dropped
         scalars: Scalars | None = None,  # gets what is new, too
     ) -> None:
-        """Opens the file; creates it when it is missing."""
-        self._scalars: Scalars | None = None
+        """Opens the file; creates it when it is missing.
+
+        Raises:
+            InputError: for a file that cannot be read or written; it is as before.
+        """
         kept = [m for m in read_metrics(path) if m.step <= resumed_at] if path.exists() else []
         self.validated = {m.step for m in kept if isinstance(m, Validation)}
-        self._file = path.open("w", encoding="utf-8")
-        for metrics in kept:
-            self.write(metrics)
+        text = "".join(map(_line, kept))
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+        self._file = path.open("a", encoding="utf-8")
         self._scalars = scalars
 
     def write(self, metrics: Line) -> None:
         """Appends one line."""
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.write(_line(metrics))
         self._file.flush()
         if self._scalars is not None:
             self._scalars.write(metrics.step, _scalars_of(metrics))
@@ -90,14 +96,29 @@ def _scalars_of(metrics: Line) -> dict[str, float | None]:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """Reads a ``metrics.jsonl``; a last line that was cut short by a crash is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [_parse(json.loads(line)) for line in lines[:-1]]
+    """Reads a ``metrics.jsonl``; a last line that was cut short by a crash is left out.
+
+    Raises:
+        InputError: for a file that cannot be read, with the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    return [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines[:-1], 1)]
 
 
-def _parse(fields: dict[str, float]) -> Line:
-    kind = Validation if "validation_loss" in fields else StepMetrics
-    return kind(**fields)  # type: ignore[arg-type]
+def _line(metrics: Line) -> str:
+    return json.dumps(asdict(metrics)) + "\n"
+
+
+def _parse(line: str, where: str) -> Line:
+    try:
+        fields = json.loads(line)
+        kind = Validation if "validation_loss" in fields else StepMetrics
+        return kind(**fields)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{where}: no metrics of zshard train ({error})") from error
 
 
 def plot_loss(metrics: Sequence[Line], path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import cast
 from .errors import InputError
 from .gpt import SIZES, GPTConfig
 from .precision import Precision
-from .resume import Origin, find_origin
+from .resume import FOLDER, Origin, find_origin
 
 _WARMUP_SHARE, _FINAL_LR_SHARE = 0.05, 0.1
 
@@ -133,11 +133,8 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
     """
     if "resume" not in given:
         options = TrainOptions(**given)  # type: ignore[arg-type]
-        if options.out and Path(options.out, "metrics.jsonl").exists():
-            raise InputError(
-                f"--out {options.out} holds a run already: name another folder, or go on with "
-                f"--resume {options.out}"
-            )
+        if options.out:
+            _refuse_used(options.out)
         return options
     origin = find_origin(Path(str(given["resume"])))
     saved = options_of(origin)
@@ -148,7 +145,14 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
                 f"--{flag} {value}: the checkpoint {origin.path} was trained with --{flag} "
                 f"{getattr(saved, name)}; leave the option out, or start a new run"
             )
-    out = given.get("out", str(origin.path.parent.parent))
+    home = origin.run
+    out = given.get("out", home)
+    if out is None:
+        raise InputError(
+            f"--resume {origin.path} is in no run's folder: say with --out where the run goes on"
+        )
+    if home is None or Path(str(out)).resolve() != Path(home).resolve():
+        _refuse_used(str(out))
     # What is traced and planned is for a run to say, each time.
     anew = {"trace": None, "plan": False, "machine": None}
     options = replace(saved, **{**anew, **given, "out": out})  # type: ignore[arg-type]
@@ -158,6 +162,13 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
             "be more"
         )
     return options
+
+
+def _refuse_used(out: str) -> None:
+    if Path(out, "metrics.jsonl").exists() or Path(out, FOLDER).is_dir():
+        raise InputError(
+            f"--out {out} holds a run already: name another folder, or go on with --resume {out}"
+        )
 
 
 def options_of(origin: Origin) -> TrainOptions:

@@ -49,6 +49,12 @@ class Origin:
     progress: Progress
     passed_over: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def run(self) -> str | None:
+        """The output folder of the run that saved it; None if it lies elsewhere now."""
+        folder = self.path.absolute().parent
+        return str(self.path.parent.parent) if folder.name == FOLDER else None
+
 
 def find_origin(path: Path) -> Origin:
     """The checkpoint that ``path`` names: itself, or a run's newest whole one.

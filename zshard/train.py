@@ -7,7 +7,6 @@ import math
 import shlex
 import time
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +32,7 @@ from .metrics import (
     read_metrics,
 )
 from .options import TrainOptions, changes_on_resume, options_of
+from .output import output_folder
 from .planning import Plan
 from .resume import FOLDER, Origin, Progress, find_origin
 from .scalars import Scalars
@@ -101,23 +101,23 @@ class Run:
                 part = self.loss(batch) / options.accumulate
                 part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
-        norm = zshard.clip_grad_norm_(self.model, _MAX_GRAD_NORM)
+        # The number waits for the device, so that the clock below tells the truth.
+        norm = float(zshard.clip_grad_norm_(self.model, _MAX_GRAD_NORM))
         mean = self.job.mean(loss)
-        if not math.isfinite(mean):
+        if not (math.isfinite(mean) and math.isfinite(norm)):
             raise TrainError(
-                f"the loss is {mean} at step {self.step + 1}: start again with a lower --lr "
-                f"(it is {options.lr}), or resume from the last checkpoint"
+                f"the loss is {mean} and the gradients' norm {norm} at step {self.step + 1}: start "
+                f"again with a lower --lr (it is {options.lr}), or resume from the last checkpoint"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        norm_value = float(norm)  # waits for the device, so that the clock below tells the truth
         seconds = time.perf_counter() - began
         tokens = options.batch * options.seq * options.accumulate * self.job.world_size
         return StepMetrics(
             step=self.step,
             loss=mean,
-            grad_norm=norm_value,
+            grad_norm=norm,
             learning_rate=rate,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
@@ -206,13 +206,13 @@ def train(options: TrainOptions, place: Place) -> int:
         )
     job = Job(place, choose_device(options.device))
     options = replace(options, ranks=job.world_size)
+    out = output_folder(job, options.out)
     planned = None
     if options.plan:
         planned = plan_of(options, job.world_size, job.device.type)
         job.say(announce(planned, options))
     run = Run(job, options, corpus, origin)
     _announce(run, origin)
-    out = Path(options.out or str(job.gather(_new_folder())[0]))
     with job.stopped_by_sigterm():
         try:
             complete = _loop(run, out)
@@ -228,10 +228,6 @@ def train(options: TrainOptions, place: Place) -> int:
             )
         job.leave()
     return 0 if complete else STOPPED
-
-
-def _new_folder() -> str:
-    return f"runs/{datetime.now():%Y-%m-%d-%H%M%S}"
 
 
 def _announce(run: Run, origin: Origin | None) -> None:
@@ -262,7 +258,6 @@ def _loop(run: Run, out: Path) -> bool:
     job, options = run.job, run.options
     log = None
     if job.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
         scalars = Scalars.open(out, resumed_at=run.step)
         log = MetricsLog(out / "metrics.jsonl", resumed_at=run.step, scalars=scalars)
     before = Validation(run.step, run.validation_loss())

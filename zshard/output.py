@@ -1,0 +1,50 @@
+"""The folder that a training run writes to."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+from .errors import InputError
+from .job import Job
+from .metrics import read_metrics
+
+_RUNS = "runs"  # holds those that nobody gave a name
+
+
+def output_folder(job: Job, given: str | None) -> Path:
+    """Make the folder, ``given`` or a new one; every rank calls this.
+
+    Raises:
+        InputError: on every rank, if it cannot be made, or what a run has left there not be read.
+    """
+    made, problem = "", ""
+    if job.rank == 0:
+        try:
+            folder = Path(given) if given else _new_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            if (metrics := folder / "metrics.jsonl").exists():
+                read_metrics(metrics)
+            made = str(folder)
+        except (OSError, InputError) as error:
+            problem = f"--out {given or _RUNS}: {error}"
+    made, problem = cast("tuple[str, str]", job.gather((made, problem))[0])
+    if problem:
+        raise InputError(problem)
+    return Path(made)
+
+
+def _new_folder() -> Path:
+    """A folder that no other run has, however many begin in one second."""
+    runs, name = Path(_RUNS), f"{datetime.now():%Y-%m-%d-%H%M%S}"
+    runs.mkdir(exist_ok=True)
+    for number in count(1):
+        folder = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError
