@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import build, plain, train
+from ranks import run_ranks
 
 import zshard
 
@@ -70,6 +71,43 @@ def test_torchs_adamw_goes_on_from_zshards(tmp_path: Path) -> None:
     losses = train(other, theirs, 0, range(2, 4))
     wanted = train(model, optimizer, 0, range(2, 4))
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
+
+
+kSgd = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+
+
+def sgd_moves(rank: int, world_size: int, folder: Path, before: int, by_file: bool) -> None:
+    """SGD between torch.optim and zshard, both ways, after ``before`` steps."""
+    for there, here in ((torch.optim.SGD, zshard.SGD), (zshard.SGD, torch.optim.SGD)):
+        model, _ = plain()
+        optimizer = there(model.parameters(), **kSgd)
+        train(model, optimizer, rank, range(before))
+        other, _ = plain(1)
+        moved = here(other.parameters(), **kSgd)
+        train(other, moved, rank, range(7, 8))  # it has a state of its own, which goes
+        path = folder / there.__module__
+        zshard.save(path, model, optimizer)
+        if by_file:
+            zshard.load(path, other, moved)
+        else:
+            zshard.load(path, other)
+            if here is torch.optim.SGD:
+                continue  # whose load_state_dict is its own
+            moved.load_state_dict(optimizer.state_dict())
+        steps = range(before, before + 2)
+        losses = train(other, moved, rank, steps)
+        torch.testing.assert_close(losses, train(model, optimizer, rank, steps))
+        for name, _ in model.named_parameters():
+            mine, own = (zshard.full_param(each, name) for each in (model, other))
+            torch.testing.assert_close(own, mine)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("before", "by_file"), [(0, True), (2, True), (2, False)])
+def test_sgd_goes_on_from_torchs_and_torchs_from_zshards(
+    tmp_path: Path, world_size: int, before: int, by_file: bool
+) -> None:
+    run_ranks(sgd_moves, world_size, tmp_path, before, by_file)
 
 
 def test_what_a_scheduler_keeps_in_the_groups_comes_back(tmp_path: Path) -> None:

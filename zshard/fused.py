@@ -206,7 +206,9 @@ class FusedOptimizer(Optimizer):
                 f"the state is of {count} parameters, the optimizer has {len(params)}"
             )
         numbered = self._numbered(state_dict)
-        saved = {numbered[number]: values for number, values in state_dict["state"].items()}
+        saved = {
+            numbered[number]: _with_step(values) for number, values in state_dict["state"].items()
+        }
         self._check_state(saved)
         groups = [self.own_settings(group) for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -258,6 +260,13 @@ class FusedOptimizer(Optimizer):
 
 # What torch.optim's groups say beside the rule: by which kernels it is carried out.
 _TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+def _with_step(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``values``, with the step that torch.optim.SGD does not count: its momentum has begun."""
+    if "step" in values or not values:
+        return values
+    return {**values, "step": torch.ones((), dtype=torch.int64, device="cpu")}
 
 
 def _sharded_like(param: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def _state(
     assert saved.optimizer is not None
     entries = saved.optimizer.state[key]
     own = optimizer.state.get(param, {}) if isinstance(optimizer, FusedOptimizer) else None
-    if own and entries and own.keys() != entries.keys():
+    uncounted = bool(own and entries) and "step" not in entries  # torch.optim.SGD's momentum
+    if own and entries and own.keys() != entries.keys() | ({"step"} if uncounted else set()):
         match.problems.append(
             f"the optimizer's state of {name}: {sorted(entries)} were saved, and it has "
             f"{sorted(own)} now"
@@ -136,6 +137,8 @@ def _state(
         if not scalar:
             assert isinstance(value, torch.Tensor)
             match.add(label, stored, held_state(param, name, state_name, value, first=False))
+    if own and uncounted:
+        state["step"] = torch.ones_like(own["step"])
     if own and not entries:  # as before the first step
         state = {k: torch.zeros_like(v) for k, v in own.items()}
     return state

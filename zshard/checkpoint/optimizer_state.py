@@ -81,12 +81,14 @@ def optimizer_inventory(
                 value = value.item()
             options[key] = as_json(value, f"param_groups[{number}][{key!r}]")
         groups.append(options)
+    unused = _never_used(optimizer)
     state: dict[str, dict[str, dict[str, Json]]] = {}
     tensors: dict[str, Held] = {}
     scalars: list[tuple[dict[str, Json], torch.Tensor]] = []
     for name, param, _ in params:
         entries = state.setdefault(name, {})
-        for key, value in optimizer.state.get(param, {}).items():
+        values = {} if id(param) in unused else optimizer.state.get(param, {})
+        for key, value in values.items():
             entry = entries[key] = {}
             if isinstance(value, torch.Tensor) and is_scalar(value):
                 scalars.append((entry, value))
@@ -97,6 +99,19 @@ def optimizer_inventory(
                 entry["value"] = as_json(value, f"the optimizer's state {key!r} of {name}")
     _read_scalars(scalars)
     return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
+
+
+def _never_used(optimizer: Optimizer) -> set[int]:
+    """Ids of parameters whose states zshard's optimizer has made, and no step has come to.
+
+    Those are saved as torch.optim has them, not at all: its SGD takes a momentum of zeros, too, for
+    one that has begun.
+    """
+    if not isinstance(optimizer, FusedOptimizer):
+        return set()
+    steps = {id(param): values["step"] for param, values in optimizer.state.items() if values}
+    counts = torch.stack(list(steps.values())).tolist() if steps else []
+    return {param for param, count in zip(steps, counts, strict=True) if count == 0}
 
 
 def is_scalar(value: object) -> bool:
