@@ -269,3 +269,20 @@ def test_a_save_or_load_inside_a_forward_or_full_params_is_refused(tmp_path: Pat
             with pytest.raises(zshard.StateError, match=r"inside zshard.full_params"):
                 call(tmp_path / "a", model)
     assert zshard.load(tmp_path / "a", model).extra == 1
+
+
+def test_paths_that_are_no_text_and_folders_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zshard.wrap(nn.Linear(3, 2))
+    odd = os.path.join(tmp_path, os.fsdecode(b"a\xff"))
+    zshard.save(odd, model)
+    assert zshard.latest(tmp_path) == odd
+    zshard.load(odd, zshard.wrap(nn.Linear(3, 2)))
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for call in (zshard.save, zshard.load, zshard.export):
+        with pytest.raises(zshard.InputError, match="'x': there is no current folder"):
+            call("x", model)

@@ -212,3 +212,16 @@ def unlike_buffers(rank: int, world_size: int) -> str:
 def test_persistent_buffers_of_other_shapes_are_refused_by_name_on_every_rank() -> None:
     for message in run_ranks(unlike_buffers, 2):
         assert "table (3,)" in message and "table (4,)" in message and "persistent=False" in message
+
+
+def expanded_buffers(rank: int, world_size: int) -> list[float]:
+    model = nn.Linear(2, 2)
+    model.register_buffer("row", torch.tensor([[1.0], [2.0]]).mul(rank + 1).expand(2, 3))
+    zshard.wrap(model)
+    model(torch.ones(2))
+    assert model.row.stride() == (1, 0)
+    return model.row.flatten().tolist()
+
+
+def test_an_expanded_buffer_is_the_first_ranks_too() -> None:
+    assert run_ranks(expanded_buffers, 2) == [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2

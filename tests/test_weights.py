@@ -104,6 +104,25 @@ def only_own_bytes(rank: int, size: int, folder: str) -> tuple[int, int]:
     return read, sum(part.nbytes for part in zshard.local_shards(model).values())
 
 
+def test_an_index_may_be_a_link_as_in_hugging_faces_cache(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(3, 2))
+    zshard.export(tmp_path / "whole", model)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "models" / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (tmp_path / "whole/model.safetensors").rename(blobs / "aaa")
+    files = dict.fromkeys(("weight", "bias"), "part-1.safetensors")
+    (blobs / "bbb").write_text(json.dumps({"weight_map": files}))
+    (snapshot / "part-1.safetensors").symlink_to("../../blobs/aaa")
+    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/bbb")
+    (tmp_path / "link").symlink_to(snapshot)
+    for path in (snapshot / "model.safetensors.index.json", snapshot, tmp_path / "link"):
+        other = zshard.wrap(nn.Linear(3, 2))
+        assert zshard.load_weights(other, path) == zshard.Loaded()
+        for name in ("weight", "bias"):
+            assert torch.equal(zshard.full_param(other, name), zshard.full_param(model, name))
+
+
 def test_every_rank_reads_the_bytes_of_its_shard_and_the_header(tmp_path: Path) -> None:
     save_file(weights_of(blocks(1)), tmp_path / "model.safetensors")
     header = 8 + int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")

@@ -81,6 +81,14 @@ class Buffers:
             for buffer in buffers:
                 end = begin + buffer.numel()
                 # Not under autograd's eyes: a forward before may have saved the buffer.
-                buffer.data.copy_(flat[begin:end].view(buffer.shape))
+                _write(buffer.data, flat[begin:end].view(buffer.shape))
                 begin = end
         self._seen = self._states()
+
+
+def _write(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into ``buffer``, which may be expanded: then once for what it repeats."""
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.shape[dim] > 1:
+            buffer, values = buffer.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    buffer.copy_(values)

@@ -30,8 +30,11 @@ _OWN = re.compile(
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(saving|deleted)")
 
 
-def absolute(path: object) -> str:
+def absolute(path: object, *, resolve: bool = True) -> str:
     """The path, made absolute, links resolved.
+
+    Args:
+        resolve: False leaves the last part as it is: a file's name, which says what it is.
 
     Raises:
         InputError: if it is no path.
@@ -41,7 +44,12 @@ def absolute(path: object) -> str:
     name = os.fspath(path)
     if not isinstance(name, str) or "\0" in name:
         raise InputError(f"path={path!r}: expected text without NUL")
-    found = os.path.realpath(name)
+    try:
+        folder, last = os.path.split(name)
+        whole = resolve or last in ("", ".", "..")
+        found = os.path.realpath(name) if whole else os.path.join(os.path.realpath(folder), last)
+    except OSError as error:  # the current folder was deleted
+        raise InputError(f"path={path!r}: there is no current folder ({error})") from error
     if not os.path.basename(found):
         raise InputError(f"path={path!r}: a file system's root cannot be a checkpoint")
     return found
@@ -49,7 +57,12 @@ def absolute(path: object) -> str:
 
 def shown(path: object) -> str:
     """The path as errors tell it, and as ranks compare it."""
-    return os.path.abspath(path) if isinstance(path, str | os.PathLike) else repr(path)
+    if not isinstance(path, str | os.PathLike):
+        return repr(path)
+    name = os.fsdecode(path)
+    with suppress(OSError):  # the current folder was deleted
+        name = os.path.abspath(name)
+    return name.encode(errors="backslashreplace").decode()
 
 
 def replaced(target: str) -> str:

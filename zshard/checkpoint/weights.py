@@ -60,7 +60,7 @@ def load_weights(
     work: list[tuple[str, Match]] = []
 
     def compare() -> None:
-        folder, stored = _find_weights(catalogue.absolute(path))
+        folder, stored = _find_weights(catalogue.absolute(path, resolve=False))
         named: dict[str, Stored] = {}
         for name, tensor in stored.items():
             new = name if rename is None else rename(name)
