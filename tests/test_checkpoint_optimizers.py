@@ -110,6 +110,23 @@ def test_sgd_goes_on_from_torchs_and_torchs_from_zshards(
     run_ranks(sgd_moves, world_size, tmp_path, before, by_file)
 
 
+@pytest.mark.parametrize("make", [zshard.AdamW, torch.optim.AdamW, torch.optim.SGD])
+def test_a_load_in_inference_mode_makes_states_that_train(
+    tmp_path: Path, make: Callable[..., torch.optim.Optimizer]
+) -> None:
+    sides = []
+    for seed in range(2):
+        model, _ = plain(seed)
+        more = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        sides.append((model, make(model.parameters(), lr=0.01, **more)))
+    train(*sides[0], 0, range(2))
+    zshard.save(tmp_path / "a", *sides[0])
+    with torch.inference_mode():
+        zshard.load(tmp_path / "a", *sides[1])
+    losses = [train(*side, 0, range(2, 4)) for side in sides]
+    assert losses[0] == losses[1]
+
+
 def test_what_a_scheduler_keeps_in_the_groups_comes_back(tmp_path: Path) -> None:
     model, optimizer = plain()
     torch.optim.lr_scheduler.StepLR(optimizer, 2)

@@ -61,6 +61,8 @@ def _like(old: object, value: Json) -> object:
     return value
 
 
+@torch.inference_mode(False)  # states outlive a load there
+@torch.no_grad()
 def match_optimizer(saved: Manifest, optimizer: Optimizer, inventory: Inventory) -> OptimizerMatch:
     """Find the place of every state; makes those that the optimizer does not have yet.
 
