@@ -127,6 +127,15 @@ def test_a_load_in_inference_mode_makes_states_that_train(
     assert losses[0] == losses[1]
 
 
+def test_adams_states_without_their_step_are_refused() -> None:
+    model, optimizer = plain()
+    train(model, optimizer, 0, range(1))
+    state = optimizer.state_dict()
+    del state["state"][0]["step"]
+    with pytest.raises(zshard.OptimizerError, match=r"state 'step' of .*got nothing"):
+        optimizer.load_state_dict(state)
+
+
 def test_what_a_scheduler_keeps_in_the_groups_comes_back(tmp_path: Path) -> None:
     model, optimizer = plain()
     torch.optim.lr_scheduler.StepLR(optimizer, 2)

@@ -264,7 +264,7 @@ _TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False
 
 def _with_step(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``values``, with the step that torch.optim.SGD does not count: its momentum has begun."""
-    if "step" in values or not values:
+    if values.keys() != {"momentum_buffer"}:
         return values
     return {**values, "step": torch.ones((), dtype=torch.int64, device="cpu")}
 

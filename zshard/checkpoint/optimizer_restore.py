@@ -109,7 +109,7 @@ def _state(
     assert saved.optimizer is not None
     entries = saved.optimizer.state[key]
     own = optimizer.state.get(param, {}) if isinstance(optimizer, FusedOptimizer) else None
-    uncounted = bool(own and entries) and "step" not in entries  # torch.optim.SGD's momentum
+    uncounted = entries.keys() == {"momentum_buffer"}  # torch.optim.SGD counts no steps
     if own and entries and own.keys() != entries.keys() | ({"step"} if uncounted else set()):
         match.problems.append(
             f"the optimizer's state of {name}: {sorted(entries)} were saved, and it has "
