@@ -26,8 +26,8 @@ from .transport import (
     agree_on_transport,
     asked_for,
     meet_in_one_place,
+    neighbours_of,
     over_memory,
-    token_of,
 )
 
 _NOTHING = nullcontext()
@@ -122,9 +122,10 @@ class Comm:
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
         asked, failure = asked_for(transport, failure)
-        mine = asked, Refusal.of(failure), token_of(self.shards)
+        there = neighbours_of(self.shards)
+        mine = asked, Refusal.of(failure), there.token if there else ""
         told = self.all_gather_object(mine, Tag(0, "wrap", "arguments"))
-        agree_on_transport(told, failure, self.shards, self.replicas.rank)
+        agree_on_transport(told, failure, self.shards, self.replicas.rank, there)
         self.may_fall_back = asked == "auto"  # where there is too little memory to share
         self._in_group = self.shards
         with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):

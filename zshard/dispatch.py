@@ -44,7 +44,8 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     _refuse_whole_tensor_ops(func, sharded)
     _refuse_different_layouts(func, args, kwargs)
     if func in _ALIASES and sharded[0]._local is None:
-        return Sharded(None, sharded[0].flat, sharded[0].segment)
+        _note_alias(sharded[0], alias := Sharded(None, sharded[0].flat, sharded[0].segment))
+        return alias
     if func._schema.name in ("aten::zero_", "aten::_foreach_zero_"):
         for grad in sharded:
             if isinstance(grad, ShardedGrad):
@@ -75,9 +76,14 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
             written.flat.slice_written(written._local)
         return args[0] if func._schema.returns else None
     wrapped = tree_map(_wrap_like(sharded), result)
-    if func in _ALIASES and isinstance(sharded[0], ShardedGrad) and isinstance(wrapped, Sharded):
-        sharded[0].flat.grads.handles.note_alias(wrapped)
+    if func in _ALIASES and isinstance(wrapped, Sharded):
+        _note_alias(sharded[0], wrapped)
     return wrapped
+
+
+def _note_alias(of: Sharded, alias: Sharded) -> None:
+    flat = of.flat
+    (flat.grads.handles.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
 
 
 def _sharded_arguments(args: object, kwargs: object) -> list[Sharded]:

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from . import ops
 from .comm import Comm
 from .gradient import Gradients
+from .handles import Aliases, shares
 from .hooks import ParamHooks
 from .layout import Layout, Local
 from .leaf import as_autograd_sees, set_alive
@@ -92,6 +93,7 @@ class Flat:
         self.master = self._allocate(params, lent, stays=strategy.resident or comm.size == 1)
         self.sent = self.master.send.view(torch.uint8)
         self.grads = Gradients(self)
+        self.aliases = Aliases(len(params))  # of parameters
         self.params = [
             Sharded(None if dtypes.split else self.master.read(a, b), self, i, is_param=True)
             for i, (a, b, _) in enumerate(self._locals)
@@ -221,6 +223,16 @@ class Flat:
                 self.leaves[index].requires_grad_(value)
                 self._watch(index)
 
+    def leave_data(self, index: int) -> None:
+        """Leave the values of parameter ``index``, which gets others, to those who keep its data.
+
+        As with plain tensors: assigning ``.data`` changes what the parameter is, not what it was.
+        """
+        for alias in self.aliases.take(index):
+            values = self.master.values
+            if alias._local is None or (values is not None and shares(alias._local, values)):
+                alias._local = alias.local.clone()
+
     def mark(self, *, valid: bool) -> None:
         """Say what the full buffer holds: to autograd, and to those who have kept a leaf."""
         if self.base is not None:
@@ -229,8 +241,21 @@ class Flat:
             set_alive(self.leaves, valid)
 
     def written_while_gathered(self) -> bool:
-        """Whether somebody wrote to a leaf in place since the last ``mark``."""
-        return self.base is not None and self.base._version != self._marked
+        """Whether somebody wrote to a leaf in place since the last ``mark``, or gave it other data.
+
+        The latter is undone.
+        """
+        if self.base is None:
+            return False
+        moved = [
+            (leaf, segment)
+            for leaf, segment in zip(self.leaves, self.layout.segments, strict=True)
+            if leaf.data_ptr() != self.base.data_ptr() + segment.offset * leaf.itemsize
+            and leaf.numel() > 0
+        ]
+        for leaf, segment in moved:
+            leaf.data = segment.view_of(self.base)
+        return bool(moved) or self.base._version != self._marked
 
     def refresh_send(self) -> None:
         """Bring what is sent up to the master."""

@@ -105,7 +105,8 @@ class FusedOptimizer(Optimizer):
         signature: list[tuple[object, ...]] = [
             (id(p), type(p), _is_trained(p), names) for p in params
         ]
-        if signature == self._built_for:
+        there = all(self.state.get(r.param) for batch in self._batches.values() for r in batch.rows)
+        if signature == self._built_for and there:  # else somebody has cleared the states
             return
         was = {key: kind for key, kind, *_ in self._built_for}
         for param in params:
@@ -297,8 +298,11 @@ def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
 
 
 def _is_trained(param: torch.Tensor) -> bool:
-    """Whether there are gradients for ``param``, or others of its shard."""
-    return not isinstance(param, Sharded) or param.flat.requires_grad
+    """Whether there are gradients for ``param``, or others of its shard, or may be."""
+    if not isinstance(param, Sharded) or param.flat.requires_grad:
+        return True
+    param.flat.grads.on_query()
+    return any(param.flat.grads.present)  # frozen since the backward
 
 
 def _wrapped_like(params: list[torch.Tensor]) -> str | None:

@@ -22,13 +22,30 @@ if TYPE_CHECKING:
     from .flat import Flat
 
 
+class Aliases:
+    """Sharded tensors over the memory of others, as ``detach`` and ``.data`` make them."""
+
+    def __init__(self, count: int) -> None:
+        self._known: list[list[weakref.ref[Sharded]]] = [[] for _ in range(count)]
+
+    def note(self, alias: Sharded) -> None:
+        """Note that the user was given ``alias``."""
+        known = self._known[alias.segment]
+        known[:] = [each for each in known if each() is not None] + [weakref.ref(alias)]
+
+    def take(self, index: int) -> list[Sharded]:
+        """Those of segment ``index`` that somebody still has; they are forgotten."""
+        known, self._known[index] = self._known[index], []
+        return [alias for each in known if (alias := each()) is not None]
+
+
 class Handles:
     """What the user was given of the gradients of ``flat``."""
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._handles: list[ShardedGrad | None] = [None] * len(flat.names)
-        self._aliases: list[list[weakref.ref[Sharded]]] = [[] for _ in flat.names]
+        self.aliases = Aliases(len(flat.names))
 
     def get(self, index: int) -> ShardedGrad | None:
         """The object that stands for the gradient of parameter ``index``, if there is one."""
@@ -40,19 +57,13 @@ class Handles:
         handle = self._handles[index] = ShardedGrad(owned[begin:end], self._flat, index)
         return handle
 
-    def note_alias(self, alias: Sharded) -> None:
-        """Note that the user was given ``alias``, which may be of a gradient's memory."""
-        known = self._aliases[alias.segment]
-        known[:] = [each for each in known if each() is not None] + [weakref.ref(alias)]
-
     def leave(self, index: int, memory: torch.Tensor | None, *, held_back: bool) -> None:
         """Leave gradient ``index``, which is dropped, to those who keep it.
 
         Args:
             memory: what all gradients lie in; held_back: by no_sync, so that nobody has it whole.
         """
-        kept = [alias for each in self._aliases[index] if (alias := each()) is not None]
-        self._aliases[index].clear()
+        kept = self.aliases.take(index)
         if _is_kept(self._handles, index):
             handle, self._handles[index] = self._handles[index], None
             assert handle is not None

@@ -102,6 +102,8 @@ class Sharded(torch.Tensor):
                     f"{self.fqn}: .data = a tensor of {value.dtype} on {value.device} would change "
                     f"{self.dtype} on {self.device}, which is fixed by zshard.wrap"
                 )
+            if self._is_param:
+                self.flat.leave_data(self.segment)
             with torch.no_grad():
                 self.copy_(value)
 

@@ -23,15 +23,23 @@ class Passage:
     def leave(self, output: object) -> list[torch.Tensor]:
         """The differentiable tensors that have a node of this unit behind them.
 
-        They may be in ``output``, or left in a list or cache that was among the inputs.
+        They may be in ``output``, or left in a list or cache that was among the inputs. Last come
+        those that others are views of: a write to a view in place gives it another node.
         """
+        outside = {id(t) for tensor, _ in self._inputs for t in (tensor, tensor._base)}
         passed = {id(tensor) for tensor, version in self._inputs if tensor._version == version}
         given = self._given
         self.forget()
         if not torch.is_grad_enabled():
             return []
         found = {id(t): t for t in tensors_in((output, given)) if t.requires_grad}
-        return [tensor for key, tensor in found.items() if key not in passed]
+        own = [tensor for key, tensor in found.items() if key not in passed]
+        bases = {id(tensor._base): tensor._base for tensor in own}
+        return own + [
+            base
+            for key, base in bases.items()
+            if base is not None and base.grad_fn is not None and key not in outside | found.keys()
+        ]
 
     def forget(self) -> None:
         """Let go of the inputs."""

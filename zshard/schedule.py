@@ -209,7 +209,7 @@ class Schedule:
             return None
         self.crew.leave(unit)
         unit.check_unwritten()
-        output = unit.copy_lent(output)
+        output = unit.copy_lent(args, output)
         watched = self._watch(unit, output)
         if self.crew.phase is Phase.BACKWARD:
             # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import WrapError
 
@@ -39,24 +39,28 @@ class Structure:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: object) -> object:
-    """``value`` with ``function`` applied to every tensor in its containers and dataclasses."""
+    """``value`` with ``function`` applied to every tensor in its containers and dataclasses.
 
-    def leaf(item: object) -> object:
-        if isinstance(item, torch.Tensor):
-            return function(item)
-        if not dataclasses.is_dataclass(item) or isinstance(item, type):
-            return item
-        fields = [f.name for f in dataclasses.fields(item) if hasattr(item, f.name)]
-        before = {name: getattr(item, name) for name in fields}
-        after = {name: map_tensors(function, held) for name, held in before.items()}
-        if all(after[name] is held for name, held in before.items()):
-            return item
-        mapped = copy.copy(item)
-        for name, held in after.items():
-            object.__setattr__(mapped, name, held)  # a frozen dataclass refuses setattr
-        return mapped
-
-    return tree_map(leaf, value)
+    A container in which that changes nothing stays itself, so that a module may write to it.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    children, spec = tree_flatten(value, is_leaf=lambda item: item is not value)
+    if not (len(children) == 1 and children[0] is value):
+        mapped = [map_tensors(function, child) for child in children]
+        same = all(after is before for after, before in zip(mapped, children, strict=True))
+        return value if same else tree_unflatten(mapped, spec)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    before = {name: getattr(value, name) for name in fields}
+    after = {name: map_tensors(function, held) for name, held in before.items()}
+    if all(after[name] is held for name, held in before.items()):
+        return value
+    copied = copy.copy(value)
+    for name, held in after.items():
+        object.__setattr__(copied, name, held)  # a frozen dataclass refuses setattr
+    return copied
 
 
 def cast_floating(value: object, dtype: torch.dtype) -> object:
@@ -85,6 +89,13 @@ def _tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value):
         items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     else:
-        items = list(getattr(value, "__dict__", {}).values())
+        items = [*getattr(value, "__dict__", {}).values(), *_slots_of(value)]
     for item in items:
         yield from _tensors_in(item, seen)
+
+
+def _slots_of(value: object) -> list[object]:
+    """What an object has in ``__slots__``."""
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    return [getattr(value, name, None) for name in names]

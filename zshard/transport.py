@@ -42,20 +42,25 @@ def asked_for(
     return cast("Transport", given), failure
 
 
-def token_of(shards: Ranks) -> str:
-    """What the ranks have in common that share memory already; see ``Neighbours``."""
+def neighbours_of(shards: Ranks) -> Neighbours | None:
+    """The ranks where they share memory already. To be kept: the last model may go meanwhile."""
     there = known.get(id(shards.group))
-    return there.token if there and not there.failed else ""
+    return there if there and not there.failed else None
 
 
 def agree_on_transport(
-    told: Sequence[object], failure: Exception | None, shards: Ranks, replica: int
+    told: Sequence[object],
+    failure: Exception | None,
+    shards: Ranks,
+    replica: int,
+    there: Neighbours | None,
 ) -> None:
     """See that no rank has found anything wrong, and that all ask for one transport.
 
     Args:
         told: (transport, refusal, token) of every rank; failure: this rank's own.
         shards: learn here whether they share memory already; replica: which one's they are.
+        there: of ``neighbours_of``, whose token this rank has told, "" if there are none.
 
     Raises:
         Error: on every rank, if one has found anything wrong.
@@ -68,7 +73,7 @@ def agree_on_transport(
         raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
     ours = set(tokens[replica * shards.size : (replica + 1) * shards.size])
     if len(ours) == 1 and "" not in ours:
-        shards.neighbours = known[id(shards.group)]
+        shards.neighbours = there
 
 
 # Of the models that are wrapped, whichever way.

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from .comm import Comm, Handle, Tag
-from .errors import StateError
+from .errors import ShardedAccessError, StateError
 from .flat import Flat
 from .passage import Passage
 from .place import Place
@@ -287,21 +287,35 @@ class Unit:
         if next(reversed(hooks)) != self.last_hook:
             hooks[self.last_hook] = hooks.pop(self.last_hook)
 
-    def copy_lent(self, output: object) -> object:
+    def copy_lent(self, args: object, output: object) -> object:
         """``output`` with copies of what lies in the slot, which is about to be given back.
 
         A module may return (a view of) its own parameter, as learned positions do.
+
+        Raises:
+            ShardedAccessError: if one stays in an object that ``map_tensors`` does not copy, or in
+                a container among ``args``.
         """
         if self._attached is None:
             return output
         slot = self._attached.memory.data_ptr()
 
         def lent(tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage().data_ptr() == slot
+            try:
+                return tensor.untyped_storage().data_ptr() == slot
+            except (NotImplementedError, RuntimeError):  # sparse, nested or batched: not a view
+                return False
 
-        if not any(lent(tensor) for tensor in tensors_in(output)):
+        if not any(lent(tensor) for tensor in tensors_in((output, args))):
             return output
-        return map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
+        output = map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
+        if any(lent(tensor) for tensor in tensors_in((output, args))):
+            raise ShardedAccessError(
+                f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "
+                "that it returns, or in a container that came in; the parameter's memory is about "
+                "to hold another unit. Put a copy there (clone)."
+            )
+        return output
 
     # --- gradients -------------------------------------------------------------------------------
 
