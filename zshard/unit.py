@@ -298,11 +298,11 @@ class Unit:
         """
         if self._attached is None:
             return output
-        slot = self._attached.memory.data_ptr()
+        slot = self._attached.memory.untyped_storage()
 
         def lent(tensor: torch.Tensor) -> bool:
             try:
-                return tensor.untyped_storage().data_ptr() == slot
+                return tensor.untyped_storage() is slot
             except (NotImplementedError, RuntimeError):  # sparse, nested or batched: not a view
                 return False
 
