@@ -192,3 +192,40 @@ def test_states_of_what_was_frozen_since_are_saved_and_loaded_any_number_of_time
         optimizer.load_state_dict(optimizer.state_dict())
     assert before.any()
     assert torch.equal(optimizer.state[model.blocks[1].up.weight]["exp_avg"], before)
+
+
+def frozen_while_accumulating(rank: int, world_size: int, strategy: str, scaled: bool) -> None:
+    results = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+        model = zshard.wrap(model, strategy=strategy) if wrap else model
+        clip = zshard.clip_grad_norm_ if wrap else torch.nn.utils.clip_grad_norm_
+        optimizer = (zshard.AdamW if wrap else torch.optim.AdamW)(model.parameters(), lr=0.01)
+        scaler = (zshard if wrap else torch).GradScaler("cpu", 8.0, enabled=scaled)
+        norms = []
+        for step in range(3):
+            for part in range(2):
+                loss = model(torch.linspace(-1, 1, 7) * (part + 2) * (step + 1)).square().sum()
+                scaler.scale(loss).backward()
+                model[1].requires_grad_(part == 1)
+            scaler.unscale_(optimizer)
+            arguments = (model,) if wrap else (model.parameters(),)
+            norms.append(clip(*arguments, 0.5))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        model = model.requires_grad_(True)
+        names = dict(model.named_parameters())
+        whole = [zshard.full_param(model, n) if wrap else names[n].detach() for n in names]
+        results.append((norms, whole))
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_gradients_of_what_was_frozen_since_count(
+    strategy: str, world_size: int, scaled: bool
+) -> None:
+    run_ranks(frozen_while_accumulating, world_size, strategy, scaled)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zshard
 import zshard.comm
 import zshard.transport
+from zshard.wrap import schedule_of
 
 kInput = torch.linspace(-1.0, 1.0, 48).view(2, 3, 8)
 
@@ -164,6 +165,67 @@ def test_a_unit_may_return_a_tensor_without_storage() -> None:
     run_ranks(sparse_outputs, 2)
 
 
+class Position(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Position(), Position()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.blocks[0]()) * self.blocks[1]()
+
+
+def returns_parameter(rank: int, world_size: int, strategy: str) -> None:
+    plain, wrapped = pair(Positions, strategy=strategy)
+    for _ in range(2):
+        for model in (plain, wrapped):
+            model.zero_grad()
+            model(kInput).square().mean().backward()
+        assert_same_grads(plain, wrapped)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(kInput), plain(kInput))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_unit_may_return_its_own_parameter(world_size: int, strategy: str) -> None:
+    run_ranks(returns_parameter, world_size, strategy)
+
+
+class Listed(nn.Module):
+    """Reads parameters out of containers, which are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.rand(8)) for _ in range(2)])
+        self.nested = nn.ModuleList([nn.ParameterDict({"shift": nn.Parameter(torch.rand(8))})])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales[0] * self.scales[1] + self.nested[0]["shift"]
+
+
+def listed(rank: int, world_size: int) -> None:
+    plain, wrapped = pair(lambda: Stacked(Listed), units="layer")
+    for model in (plain, wrapped):
+        model(kInput).square().mean().backward()
+    assert_same_grads(plain, wrapped)
+    units = [unit.name for unit in schedule_of(wrapped).units[1:]]
+    assert units == [f"blocks.{index}" for index in range(6)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameter_containers_are_part_of_the_layer_that_reads_them(world_size: int) -> None:
+    run_ranks(listed, world_size)
+
+
 # --- what comes in -------------------------------------------------------------------------------
 
 
@@ -276,6 +338,34 @@ def test_a_state_that_is_cleared_begins_anew(
         torch.testing.assert_close(zshard.full_param(wrapped, name), param.data)
 
 
+def state_set(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Stacked(lambda: nn.Linear(8, 8)), nn.Linear(8, 8))
+    wrapped = copy.deepcopy(plain)
+    zshard.wrap(wrapped[0])
+    for model, kind in ((plain, torch.optim.AdamW), (wrapped, zshard.AdamW)):
+        opt = kind(model.parameters(), lr=0.01)
+        for step in range(4):
+            opt.zero_grad()
+            (model(kInput) * (step + 1)).square().mean().backward()
+            opt.step()
+            for param in (model[0].blocks[1].weight, model[1].weight):
+                if step == 1:
+                    opt.state[param]["exp_avg"] = torch.zeros_like(opt.state[param]["exp_avg"])
+                if step == 2:
+                    param.data = param.data * 0.5
+    for name, param in plain.named_parameters():
+        found = dict(wrapped.named_parameters())[name]
+        if name.startswith("0."):
+            found = zshard.full_param(wrapped[0], name.removeprefix("0."))
+        torch.testing.assert_close(found, param, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_and_data_that_were_set_are_what_the_next_step_takes(world_size: int) -> None:
+    run_ranks(state_set, world_size)
+
+
 def freeze_before_step(rank: int, world_size: int) -> None:
     plain, wrapped = pair(lambda: Stacked(lambda: nn.Linear(8, 8)))
     for model, kind in ((plain, torch.optim.AdamW), (wrapped, zshard.AdamW)):
@@ -292,6 +382,42 @@ def freeze_before_step(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_unit_frozen_between_backward_and_step_is_updated(world_size: int) -> None:
     run_ranks(freeze_before_step, world_size)
+
+
+# --- the default device of new tensors -----------------------------------------------------------
+
+
+def elsewhere(rank: int, world_size: int, comm: str) -> None:
+    torch.manual_seed(0)
+    plain = Stacked(lambda: nn.Linear(8, 8))
+    found = []
+    for device in ("cpu", "meta"):
+        model, x = copy.deepcopy(plain), kInput * (rank + 1)
+        ignored = [model.blocks[5].bias]
+        with torch.device(device):  # as torch.set_default_device
+            zshard.wrap(model, comm=comm, ignored=ignored)
+            optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+            scaler = zshard.GradScaler("cpu", 8.0)
+            for _ in range(3):
+                with zshard.no_sync(model):
+                    scaler.scale(model(x).square().mean()).backward()
+                scaler.scale(model(x).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                zshard.clip_grad_norm_(model, 0.1)
+                zshard.clip_grad_norm_(model.blocks[0].parameters(), 0.05)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())
+            weights = zshard.state_dict(model, all_ranks=True)
+        found.append(weights)
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+@pytest.mark.parametrize(("world_size", "comm"), [(1, "group"), (2, "group"), (2, "peer")])
+def test_the_default_device_of_new_tensors_does_not_matter(world_size: int, comm: str) -> None:
+    run_ranks(elsewhere, world_size, comm)
 
 
 # --- wrap ----------------------------------------------------------------------------------------

@@ -93,17 +93,19 @@ class Batch:
         """Make the tables that depend on the rows alone, and zero the step counts."""
         device = self.masters[0].device
         table = [[row.shard, row.begin, row.end] for row in self.rows]
-        self.segments = torch.tensor(table, dtype=torch.int64).to(device)
+        self.segments = torch.tensor(table, dtype=torch.int64, device="cpu").to(device)
         self.steps = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
 
     def refresh(self, hypers: list[Hyper], active: list[bool]) -> None:
         """Bring the tables of hyper-parameters (by group) and activity (by row) up to date."""
         device = self.segments.device
         if hypers != self._hypers_of:
-            table = torch.tensor([hypers[row.group] for row in self.rows], dtype=torch.float64)
-            self.hypers, self._hypers_of = upload(table, device), hypers
+            table = [hypers[row.group] for row in self.rows]
+            on_host = torch.tensor(table, dtype=torch.float64, device="cpu")
+            self.hypers, self._hypers_of = upload(on_host, device), hypers
         if active != self._active_of:
-            self.active = upload(torch.tensor(active, dtype=torch.uint8), device)
+            on_host = torch.tensor(active, dtype=torch.uint8, device="cpu")
+            self.active = upload(on_host, device)
             self._active_of = active
 
     def grads(self) -> list[torch.Tensor]:

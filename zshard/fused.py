@@ -32,6 +32,7 @@ class FusedOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._batches: dict[Kind, Batch] = {}
         self._built_for: list[tuple[object, ...]] = []
+        self._laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the states, made for it
 
     @abstractmethod
     def _state_names(self) -> tuple[str, ...]:
@@ -103,10 +104,9 @@ class FusedOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         names = self._state_names()
         signature: list[tuple[object, ...]] = [
-            (id(p), type(p), _is_trained(p), names) for p in params
+            (id(p), type(p), _is_trained(p), _address(p), names) for p in params
         ]
-        there = all(self.state.get(r.param) for batch in self._batches.values() for r in batch.rows)
-        if signature == self._built_for and there:  # else somebody has cleared the states
+        if signature == self._built_for and self._has_own_states():
             return
         was = {key: kind for key, kind, *_ in self._built_for}
         for param in params:
@@ -116,7 +116,7 @@ class FusedOptimizer(Optimizer):
                     "whole parameters. Wrap the model first, or make a new optimizer."
                 )
         saved = [(p, self.state.pop(p)) for p in params if self.state.get(p)]
-        self._batches = {}
+        self._batches, self._laid_out = {}, {}
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if _is_trained(param):
@@ -126,7 +126,8 @@ class FusedOptimizer(Optimizer):
             batch.tabulate()
             for step, row in zip(batch.steps, batch.rows, strict=True):
                 slices = {n: batch.states[n][row.shard][row.begin : row.end] for n in names}
-                self.state[row.param] = {"step": step, **slices}
+                self._laid_out[row.param] = {"step": step, **slices}
+                self.state[row.param] = {**self._laid_out[row.param]}
             if kind.schedule is not None and self not in kind.schedule.optimizers:
                 kind.schedule.optimizers.add(self)
                 forget = kind.schedule.pool.ledger.set_optimizer
@@ -135,6 +136,14 @@ class FusedOptimizer(Optimizer):
         self.tell_ledgers(saved)  # the old states and the new ones are there at once
         self._restore(saved)
         self.tell_ledgers()
+
+    def _has_own_states(self) -> bool:
+        """Whether the states are still those that were laid out; the user may clear or set them."""
+        return all(
+            self.state.get(param, {}).get(name) is value
+            for param, laid_out in self._laid_out.items()
+            for name, value in laid_out.items()
+        )
 
     def tell_ledgers(self, replaced: Saved = ()) -> None:
         """Tell the ledgers of the wrapped models what the states take; see ``state_bytes``."""
@@ -303,6 +312,11 @@ def _is_trained(param: torch.Tensor) -> bool:
         return True
     param.flat.grads.on_query()
     return any(param.flat.grads.present)  # frozen since the backward
+
+
+def _address(param: torch.Tensor) -> int:
+    """Where a plain parameter lies, which assigning ``.data`` changes; a sharded one stays."""
+    return 0 if isinstance(param, Sharded) else param.data_ptr()
 
 
 def _wrapped_like(params: list[torch.Tensor]) -> str | None:

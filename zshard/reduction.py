@@ -32,14 +32,15 @@ class Reducer:
     """Reduces the gradients of ``units`` (the unit map, outermost first) into their shards."""
 
     def __init__(self, units: Sequence[Unit], comm: Comm, pool: Pool, device: torch.device) -> None:
-        self._all = [flat for unit in units for flat in unit.flats]
+        self.all_flats = [flat for unit in units for flat in unit.flats]
         self.flats: list[Flat] = []  # those with anything to be trained
+        self._frozen: list[Flat] = []  # those without, but with a gradient of before
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
         self._in_flight: Flight | None = None
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
-        self._stats = torch.zeros(len(self._all), 2, dtype=torch.float64, device=device)
+        self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
         self._present: dict[Flat, list[bool]] = {}
         self._failed = False  # whether the backward has raised on this rank
         # Being all-reduced, float64. On the device: sum of squares, non-finite flag. On the host,
@@ -50,7 +51,7 @@ class Reducer:
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
         self.unscales = False  # whether grad_scale takes a loss scale away
-        for flat in self._all:
+        for flat in self.all_flats:
             flat.grads.on_query = self.settle
             flat.grads.on_access = self.apply_scale
             flat.grads.on_change = self.forget_norm
@@ -58,13 +59,17 @@ class Reducer:
 
     def find_trained(self) -> None:
         """Find out what there is to reduce, at first and when parameters were frozen or not."""
-        self.flats = [flat for flat in self._all if flat.requires_grad]
+        self.flats = [flat for flat in self.all_flats if flat.requires_grad]
         self._stats.zero_()
         self._routes.clear()
         self._pool.reserve_scratch(scratch_sizes(self.flats, self._comm))
-        for flat in self._all:
-            if not flat.requires_grad and not any(flat.grads.present):
-                flat.grads.free()
+        self._frozen = []
+        for flat in self.all_flats:
+            if not flat.requires_grad:
+                if any(flat.grads.present):
+                    self._frozen.append(flat)
+                else:
+                    flat.grads.free()
 
     def make_room(self) -> None:
         """Have buffers for all that is trained, where that takes all ranks, who come together.
@@ -89,7 +94,7 @@ class Reducer:
     def start(self) -> None:
         """Begin a backward: what was left lazy from the last one is settled."""
         self.settle()
-        if any(any(flat.grads.present) for flat in self.flats):
+        if any(any(flat.grads.present) for flat in self.all_flats):
             self.apply_scale()
         self.grad_scale, self.unscales = None, False
         self._present.clear()
@@ -112,7 +117,7 @@ class Reducer:
             strayed,
             *chain(*(self._present[f] for f in self.flats)),
         ]
-        summary = [self._stats.sum(0), torch.tensor(told, dtype=torch.float64)]
+        summary = [self._stats.sum(0), torch.tensor(told, dtype=torch.float64, device="cpu")]
         # What the host is to read must not come from a GPU, which the host would have to wait for;
         # on CPU one message takes both.
         messages = [torch.cat(summary)] if self._device.type == "cpu" else summary
@@ -134,6 +139,8 @@ class Reducer:
         self._end_summary()
         (found, told), self._summary = self._summary, None
         self._sum_of_squares, self._non_finite = found
+        if any(any(flat.grads.present) for flat in self._frozen):
+            self._sum_of_squares = None  # what came out is not of all gradients
         failures, place, strays, *present = told.tolist()
         flags = iter(present)
         for flat in self.flats:
@@ -158,7 +165,7 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget every gradient, and what was known of them."""
-        for flat in self.flats:
+        for flat in self.all_flats:
             flat.grads.drop()
         self._sum_of_squares = None
 
@@ -183,7 +190,7 @@ class Reducer:
                 mean = 1.0 / self._comm.world
                 route = self._route_of(flat)
                 self._comm.reclaim(route.packed, tag)
-                stats = self._stats[self._all.index(flat)]
+                stats = self._stats[self.all_flats.index(flat)]
                 scale = 1.0 if early else mean
                 with self._comm.shards.attending():
                     with doing("pack", unit):
@@ -217,7 +224,7 @@ class Reducer:
         """Drop all gradients, as all ranks do, and what is not known of them yet."""
         self._flights.clear()
         self._in_flight, self._summary, self._summary_handles = None, None, []
-        for flat in self._all:
+        for flat in self.all_flats:
             flat.grads.drop_leaves()
             flat.grads.drop()
         self._sum_of_squares, self.grad_scale, self.unscales = None, None, False
@@ -241,7 +248,7 @@ class Reducer:
         given = {id(param) for param in params}
         return all(
             id(param) in given
-            for flat in self.flats
+            for flat in self.all_flats
             for param, present in zip(flat.params, flat.grads.present, strict=True)
             if present
         )
@@ -250,7 +257,7 @@ class Reducer:
         """Multiply the gradients by the factor that zshard's optimizers apply on the fly."""
         self.settle()
         if self.grad_scale is not None:
-            for flat in self.flats:
+            for flat in self.all_flats:
                 if any(flat.grads.present):
                     flat.grads.owned().mul_(self.grad_scale)
             self.grad_scale, self.unscales = None, False

@@ -288,7 +288,7 @@ class Unit:
             hooks[self.last_hook] = hooks.pop(self.last_hook)
 
     def copy_lent(self, args: object, output: object) -> object:
-        """``output`` with copies of what lies in the slot, which is about to be given back.
+        """``output`` with copies of what lies in the full buffer, which is about to be given back.
 
         A module may return (a view of) its own parameter, as learned positions do.
 
@@ -296,13 +296,13 @@ class Unit:
             ShardedAccessError: if one stays in an object that ``map_tensors`` does not copy, or in
                 a container among ``args``.
         """
-        if self._attached is None:
+        if self.strategy.resident:
             return output
-        slot = self._attached.memory.untyped_storage()
+        full = {id(flat.base.untyped_storage()) for flat in self.flats if flat.base is not None}
 
         def lent(tensor: torch.Tensor) -> bool:
             try:
-                return tensor.untyped_storage() is slot
+                return id(tensor.untyped_storage()) in full
             except (NotImplementedError, RuntimeError):  # sparse, nested or batched: not a view
                 return False
 

@@ -17,6 +17,7 @@ from .precision import Dtypes, Precision
 
 Units = str | Sequence[str] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,7 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     if units == "model":
         return []
     if units == "layer":
-        return [
-            name
-            for name, module in modules.items()
-            if any(param is not None for param in module._parameters.values())
-            # nn.MultiheadAttention reads this one's weight without calling it.
-            and not isinstance(module, NonDynamicallyQuantizableLinear)
-        ]
+        return _layers(modules)
     if isinstance(units, str):
         raise InputError(
             f"units={units!r}: expected None, 'model', 'layer', module classes, names, or a "
@@ -133,6 +128,20 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     if classes and not any(isinstance(m, classes) for m in modules.values()):
         raise InputError(f"units: no module of the model is a {' or a '.join(map(str, classes))}")
     return [n for n, m in modules.items() if n in names or isinstance(m, classes)]
+
+
+def _layers(modules: dict[str, nn.Module]) -> list[str]:
+    """The modules that use parameters of their own, or in containers that are never called."""
+    found: set[str] = set()
+    for name, module in modules.items():
+        # nn.MultiheadAttention reads this one's weight without calling it.
+        read = isinstance(module, NonDynamicallyQuantizableLinear)
+        if any(param is not None for param in module._parameters.values()) and not read:
+            user = name
+            while isinstance(modules[user], _NEVER_CALLED) and user:
+                user = user.rpartition(".")[0]  # no call of it announces the use
+            found.add(user)
+    return [name for name in modules if name in found]
 
 
 def _repeated_blocks(model: nn.Module) -> list[str]:
