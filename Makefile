@@ -26,7 +26,7 @@ train: $(BUILT)
 	$(VENV)/bin/zshard train $(ARGS)
 
 test: $(BUILT)
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(or $(ARGS),tests)
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 20 $(or $(ARGS),tests)
 
 build: $(BUILT)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import build, plain, train
 from ranks import run_ranks
+from torch import nn
 
 import zshard
 
@@ -108,6 +109,38 @@ def test_sgd_goes_on_from_torchs_and_torchs_from_zshards(
     tmp_path: Path, world_size: int, before: int, by_file: bool
 ) -> None:
     run_ranks(sgd_moves, world_size, tmp_path, before, by_file)
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() * self.temperature
+
+
+@pytest.mark.parametrize("there", [torch.optim.AdamW, zshard.AdamW])
+@pytest.mark.parametrize("here", [torch.optim.AdamW, zshard.AdamW])
+def test_states_of_an_ignored_scalar_move(
+    tmp_path: Path, there: Callable[..., torch.optim.Optimizer], here: type[torch.optim.Optimizer]
+) -> None:
+    sides = []
+    for make in (there, here):
+        model = Tempered()
+        zshard.wrap(model, ignored=[model.temperature])
+        sides.append((model, make(model.parameters(), lr=0.1)))
+    for step in range(4):
+        if step == 2:
+            zshard.save(tmp_path / "a", *sides[0])
+            zshard.load(tmp_path / "a", *sides[1])
+        for model, optimizer in sides:
+            optimizer.zero_grad()
+            (model(torch.ones(2, 8)) * (step + 1)).square().mean().backward()
+            optimizer.step()
+    for name, value in zshard.state_dict(sides[0][0]).items():
+        torch.testing.assert_close(zshard.state_dict(sides[1][0])[name], value)
 
 
 @pytest.mark.parametrize("make", [zshard.AdamW, torch.optim.AdamW, torch.optim.SGD])

@@ -130,9 +130,9 @@ def _state(
         else:
             stored = saved.tensors["optimizer"][str(entry["tensor"])]
             value = before if own else _empty_state(param, stored.torch_dtype)
-        if own and (
-            is_scalar(before) != scalar or torch.is_tensor(value) != torch.is_tensor(before)
-        ):
+        # torch.optim's state of a 0-d parameter is 0-d, that of zshard's optimizers 1-D.
+        alike = is_scalar(before) == scalar or param.ndim == 0
+        if own and not (alike and torch.is_tensor(value) == torch.is_tensor(before)):
             match.problems.append(f"{label}: a scalar was saved, or is there now, but not both")
             continue
         state[state_name] = value
