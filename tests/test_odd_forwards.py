@@ -200,6 +200,40 @@ def test_a_unit_may_return_its_own_parameter(world_size: int, strategy: str) -> 
     run_ranks(returns_parameter, world_size, strategy)
 
 
+class Scaled(nn.Module):
+    """Returns a parameter of the root beside what it computes, as contrastive models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.linear(x), {"scale": self.scale}
+
+
+def returns_root_parameter(rank: int, world_size: int) -> None:
+    plain, wrapped = pair(Scaled)
+    for grad in (True, False, True):
+        outs = []
+        for model in (plain, wrapped):
+            model.zero_grad()
+            with torch.set_grad_enabled(grad):
+                out, more = model(kInput)
+                outs.append(loss := out.square().mean() * more["scale"].exp())
+            if grad:
+                loss.backward()
+            outs.append(more["scale"].detach().clone())  # after backward, as loggers read it
+        torch.testing.assert_close(outs[2:], outs[:2])
+        if grad:
+            assert_same_grads(plain, wrapped)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_model_may_return_its_own_parameter(world_size: int) -> None:
+    run_ranks(returns_root_parameter, world_size)
+
+
 class Listed(nn.Module):
     """Reads parameters out of containers, which are never called."""
 

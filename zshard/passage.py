@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from .structure import tensors_in
@@ -44,3 +46,16 @@ class Passage:
     def forget(self) -> None:
         """Let go of the inputs."""
         self._given, self._inputs = None, []
+
+
+def lying_in(buffers: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
+    """What tells whether a tensor is a view of one of ``buffers``."""
+    storages = {id(buffer.untyped_storage()) for buffer in buffers}
+
+    def lies(tensor: torch.Tensor) -> bool:
+        try:
+            return id(tensor.untyped_storage()) in storages
+        except (NotImplementedError, RuntimeError):  # sparse, nested or batched: not a view
+            return False
+
+    return lies

@@ -150,6 +150,7 @@ class Schedule:
             self._watch(self.root, output)
             return output
         self.root.check_unwritten()
+        output = self.root.copy_lent(output)
         if self.crew.phase is Phase.FORWARD:
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
@@ -208,8 +209,7 @@ class Schedule:
         if self._bypassed() or unit.state is not State.GATHERED:
             return None
         self.crew.leave(unit)
-        unit.check_unwritten()
-        output = unit.copy_lent(args, output)
+        output = unit.hand_out(args, output)
         watched = self._watch(unit, output)
         if self.crew.phase is Phase.BACKWARD:
             # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but

@@ -20,7 +20,7 @@ import torch
 from .comm import Comm, Handle, Tag
 from .errors import ShardedAccessError, StateError
 from .flat import Flat
-from .passage import Passage
+from .passage import Passage, lying_in
 from .place import Place
 from .pool import Pool, Slot, aligned
 from .strategy import Strategy
@@ -287,35 +287,36 @@ class Unit:
         if next(reversed(hooks)) != self.last_hook:
             hooks[self.last_hook] = hooks.pop(self.last_hook)
 
-    def copy_lent(self, args: object, output: object) -> object:
-        """``output`` with copies of what lies in the full buffer, which is about to be given back.
-
-        A module may return (a view of) its own parameter, as learned positions do.
+    def hand_out(self, args: object, output: object) -> object:
+        """``output`` as the caller may keep it; the full buffer is about to be given back.
 
         Raises:
-            ShardedAccessError: if one stays in an object that ``map_tensors`` does not copy, or in
-                a container among ``args``.
+            StateError: as ``check_unwritten``.
+            ShardedAccessError: if a view of the buffer stays in an object that ``map_tensors`` does
+                not copy, or in a container among ``args``.
         """
-        if self.strategy.resident:
-            return output
-        full = {id(flat.base.untyped_storage()) for flat in self.flats if flat.base is not None}
-
-        def lent(tensor: torch.Tensor) -> bool:
-            try:
-                return id(tensor.untyped_storage()) in full
-            except (NotImplementedError, RuntimeError):  # sparse, nested or batched: not a view
-                return False
-
-        if not any(lent(tensor) for tensor in tensors_in((output, args))):
-            return output
-        output = map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
-        if any(lent(tensor) for tensor in tensors_in((output, args))):
+        self.check_unwritten()
+        output = self.copy_lent(output)
+        lent = self._lent()
+        if any(map(lent, tensors_in((output, args)))):
             raise ShardedAccessError(
                 f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "
                 "that it returns, or in a container that came in; the parameter's memory is about "
                 "to hold another unit. Put a copy there (clone)."
             )
         return output
+
+    def copy_lent(self, output: object) -> object:
+        """``output`` with copies of what lies in the full buffer.
+
+        A module may return (a view of) its own parameter, as learned positions do.
+        """
+        lent = self._lent()
+        return map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
+
+    def _lent(self) -> Callable[[torch.Tensor], bool]:
+        kept = self.strategy.resident
+        return lying_in([] if kept else [flat.base for flat in self.flats if flat.base is not None])
 
     # --- gradients -------------------------------------------------------------------------------
 
