@@ -210,7 +210,7 @@ class Unit:
         Raises:
             StateError: if it has; the shards do not have the change.
         """
-        for flat in self.flats:
+        for flat in self.flats if self.state is State.GATHERED else ():
             if flat.written_while_gathered():
                 raise StateError(
                     f"unit {self.label!r}: forward changed one of {', '.join(flat.names)} in "
