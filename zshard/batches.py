@@ -6,6 +6,7 @@ that lies (in part) in them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 
 from .errors import OptimizerError
 from .flat import Flat
+from .layout import Range
 from .param import Sharded
 from .streams import upload
 
@@ -28,6 +30,17 @@ class Kind(NamedTuple):
     grad: torch.dtype
     send: torch.dtype | None  # None: the master is what is sent
     split: bool
+
+
+class Shard(NamedTuple):
+    """What one entry of a batch's lists is of."""
+
+    flat: Flat | None  # None: a plain parameter
+    part: Range  # of what this rank updates
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part's elements of a tensor that has all, (O,)."""
+        return tensor if self.part.numel == tensor.numel() else self.part.of(tensor)
 
 
 class Row(NamedTuple):
@@ -53,11 +66,10 @@ class Batch:
 
     names: tuple[str, ...]
     rows: list[Row] = field(default_factory=list)
-    flats: list[Flat | None] = field(default_factory=list)  # None: a plain parameter
+    shards: list[Shard] = field(default_factory=list)
     masters: list[torch.Tensor] = field(default_factory=list)  # (S,) fp32, or upper planes
     lows: list[torch.Tensor] = field(default_factory=list)  # (S,) int16, where masters are split
     states: dict[str, list[torch.Tensor]] = field(init=False)  # (S,) fp32 each
-    _shards: dict[int, int] = field(default_factory=dict)  # id of flat or parameter -> shard
     _hypers_of: list[Hyper] | None = None
     _active_of: list[bool] | None = None
 
@@ -70,24 +82,38 @@ class Batch:
     def __post_init__(self) -> None:
         self.states = {name: [] for name in self.names}
 
-    def add(self, param: torch.Tensor, group: int) -> None:
-        """Append a row for ``param``, and the shard it lies in if that is new."""
-        flat = param.flat if isinstance(param, Sharded) else None
-        key = id(param if flat is None else flat)
-        if key not in self._shards:
-            self._shards[key] = len(self.masters)
-            self.flats.append(flat)
-            if flat is not None and flat.master.low is not None:
-                self.masters.append(flat.master.send)
-                self.lows.append(flat.master.low)
-            else:
-                self.masters.append(flat_view(param) if flat is None else flat.master.read())
-            for states in self.states.values():
-                states.append(torch.zeros_like(self.masters[-1], dtype=torch.float32))
-        begin, end = 0, param.numel()
-        if isinstance(param, Sharded):
-            begin, end, _ = param.flat.local(param.segment)
-        self.rows.append(Row(param, group, self._shards[key], begin, end))
+    def add(self, flat: Flat, members: Mapping[int, tuple[Sharded, int]]) -> None:
+        """Append rows for ``members`` of ``flat``, segment -> parameter and group.
+
+        Their shard is all that this rank updates of ``flat``, padding included; where another
+        optimizer has the rest, or nobody, there is a shard for each run of members, so that states
+        are made for those alone.
+        """
+        everything = len(members) == len(flat.params)
+        for run in _runs(members):
+            part = Range(flat.local(run[0]).begin, flat.local(run[-1]).end)
+            shard = Shard(flat, Range(0, flat.owned.numel) if everything else part)
+            split = flat.master.low is not None
+            self._append(shard, shard.of(flat.master.send if split else flat.master.read()))
+            if flat.master.low is not None:
+                self.lows.append(shard.of(flat.master.low))
+            for segment in run:
+                begin, end, _ = flat.local(segment)
+                self._add_row(*members[segment], begin - shard.part.begin, end - shard.part.begin)
+
+    def add_plain(self, param: torch.Tensor, group: int) -> None:
+        """Append a row for a parameter that is not sharded, a shard of its own."""
+        self._append(Shard(None, Range(0, param.numel())), flat_view(param))
+        self._add_row(param, group, 0, param.numel())
+
+    def _append(self, shard: Shard, master: torch.Tensor) -> None:
+        self.shards.append(shard)
+        self.masters.append(master)
+        for states in self.states.values():
+            states.append(torch.zeros_like(master, dtype=torch.float32))
+
+    def _add_row(self, param: torch.Tensor, group: int, begin: int, end: int) -> None:
+        self.rows.append(Row(param, group, len(self.shards) - 1, begin, end))
 
     def tabulate(self) -> None:
         """Make the tables that depend on the rows alone, and zero the step counts."""
@@ -113,27 +139,74 @@ class Batch:
         found: list[torch.Tensor] = []
         for row in self.rows:
             if row.shard == len(found):
-                flat = self.flats[row.shard]
-                found.append(_plain_grad(row.param) if flat is None else flat.grads.owned())
+                shard = self.shards[row.shard]
+                flat = shard.flat
+                found.append(
+                    _plain_grad(row.param) if flat is None else shard.of(flat.grads.owned())
+                )
         return found
 
     def sends(self) -> list[torch.Tensor]:
         """The send buffers that the update writes too; none where the masters are sent."""
-        return [flat.master.send for flat in self.flats if flat and flat.master.has_copy]
+        return [
+            shard.of(shard.flat.master.send)
+            for shard in self.shards
+            if shard.flat is not None and shard.flat.master.has_copy
+        ]
 
     def before_write(self) -> None:
         """Let gathers end that still send what the last update wrote."""
-        for flat in self.flats:
-            if flat is not None:
-                flat.before_write()
+        for flat in self._flats():
+            flat.before_write()
 
     def written(self) -> None:
         """Tell the flat buffers, or autograd, that the masters have new values."""
-        for flat, master in zip(self.flats, self.masters, strict=True):
-            if flat is None:
+        for flat in self._flats():
+            flat.updated(send_written=not flat.master.stale)
+        for shard, master in zip(self.shards, self.masters, strict=True):
+            if shard.flat is None:
                 torch.autograd.graph.increment_version(master)
-            else:
-                flat.updated(send_written=not flat.master.stale)
+
+    def _flats(self) -> Iterable[Flat]:
+        return dict.fromkeys(shard.flat for shard in self.shards if shard.flat is not None)
+
+
+def batches_of(
+    params: Iterable[tuple[torch.Tensor, int]], names: tuple[str, ...]
+) -> dict[Kind, Batch]:
+    """The batches of parameters with their groups.
+
+    Args:
+        names: the states of a parameter.
+
+    Raises:
+        OptimizerError: for a master that is not fp32, or a parameter that is not one block of
+            memory.
+    """
+    found: dict[Kind, Batch] = {}
+    by_flat: dict[Flat, dict[int, tuple[Sharded, int]]] = {}
+    for param, group in params:
+        if isinstance(param, Sharded):
+            by_flat.setdefault(param.flat, {})[param.segment] = (param, group)
+        else:
+            found.setdefault(kind_of(param), Batch(names)).add_plain(param, group)
+    for flat, members in by_flat.items():
+        first, _ = next(iter(members.values()))
+        found.setdefault(kind_of(first), Batch(names)).add(flat, members)
+    for batch in found.values():
+        batch.tabulate()
+    return found
+
+
+def _runs(segments: Iterable[int]) -> list[list[int]]:
+    """``segments`` in order, cut where one is left out."""
+    runs: list[list[int]] = []
+    for segment in sorted(segments):
+        if runs and runs[-1][-1] + 1 == segment:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return runs
 
 
 def kind_of(param: torch.Tensor) -> Kind:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .batches import Batch, Hyper, Kind, has_grad, kind_of
+from .batches import Batch, Hyper, Kind, batches_of, has_grad
 from .errors import OptimizerError
 from .flat import Flat
 from .param import Sharded
@@ -116,14 +116,10 @@ class FusedOptimizer(Optimizer):
                     "whole parameters. Wrap the model first, or make a new optimizer."
                 )
         saved = [(p, self.state.pop(p)) for p in params if self.state.get(p)]
-        self._batches, self._laid_out = {}, {}
-        for number, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if _is_trained(param):
-                    batch = self._batches.setdefault(kind_of(param), Batch(names))
-                    batch.add(param, number)
+        self._laid_out = {}
+        grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+        self._batches = batches_of([each for each in grouped if _is_trained(each[0])], names)
         for kind, batch in self._batches.items():
-            batch.tabulate()
             for step, row in zip(batch.steps, batch.rows, strict=True):
                 slices = {n: batch.states[n][row.shard][row.begin : row.end] for n in names}
                 self._laid_out[row.param] = {"step": step, **slices}
@@ -159,10 +155,10 @@ class FusedOptimizer(Optimizer):
             replaced: states that are there besides.
         """
         states = [
-            (flat, state)
+            (shard.flat, state)
             for batch in self._batches.values()
             for each in batch.states.values()
-            for flat, state in zip(batch.flats, each, strict=True)
+            for shard, state in zip(batch.shards, each, strict=True)
         ]
         # Those of what was frozen since are kept.
         for param, values in (*self.state.items(), *replaced):

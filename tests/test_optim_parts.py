@@ -1,0 +1,135 @@
+"""Several optimizers on one wrapped model, each with some of its parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from models import OddParameters
+from ranks import run_ranks
+from steps import batch
+from torch import nn
+
+import zshard
+
+Make = Callable[..., torch.optim.Optimizer]
+kSteps = 3
+kMakes: dict[str, Make] = {
+    "adamw": lambda p: zshard.AdamW(p, lr=0.01, weight_decay=0.1),
+    "sgd": lambda p: zshard.SGD(p, lr=0.01, momentum=0.9),
+}
+kPrecisions = {
+    "fp32": None,
+    "bf16": zshard.Precision.bf16(),
+    "split": zshard.Precision(torch.bfloat16, master="split"),
+}
+
+
+def every(count: int, model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters dealt to ``count`` optimizers in turn."""
+    params = list(model.parameters())
+    return [params[first::count] for first in range(count)]
+
+
+def train(
+    model: nn.Module, rank: int, make: Make, count: int
+) -> tuple[list[torch.optim.Optimizer], int]:
+    optimizers = [make(params) for params in every(count, model)]
+    for step in range(kSteps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        models.loss_of(model, batch(rank, step)).backward()
+        zshard.clip_grad_norm_(model, 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+    return optimizers, zshard.memory(model)["now"]["optimizer"]
+
+
+def parts(rank: int, world_size: int, make: str, precision: str, strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = OddParameters()
+    wanted, one_takes = None, 0
+    for count in (1, 2, 3, len(list(plain.parameters()))):
+        options = {"strategy": strategy, "precision": kPrecisions[precision]}
+        model = zshard.wrap(copy.deepcopy(plain), **options)
+        optimizers, takes = train(model, rank, kMakes[make], count)
+        found = zshard.state_dict(model, all_ranks=True)
+        if wanted is None:
+            wanted, one_takes = found, takes
+        assert 0 < takes <= one_takes, count  # less by the padding
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), (count, name)
+        again = [kMakes[make](params) for params in every(count, model)]
+        for old, new in zip(optimizers, again, strict=True):
+            new.load_state_dict(old.state_dict())
+            for param, state in old.state.items():
+                for key, value in state.items():
+                    assert torch.equal(new.state[param][key], value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "precision", "strategy"),
+    [
+        ("adamw", "fp32", "zero3"),
+        ("adamw", "fp32", "ddp"),
+        ("adamw", "bf16", "zero2"),
+        ("adamw", "split", "zero3"),
+        ("sgd", "fp32", "zero1"),
+    ],
+)
+def test_optimizers_with_parts_of_a_model_make_the_bits_of_one_and_take_its_memory(
+    world_size: int, make: str, precision: str, strategy: str
+) -> None:
+    run_ranks(parts, world_size, make, precision, strategy)
+
+
+def in_hooks(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = OddParameters()
+    whole, hooked = (zshard.wrap(copy.deepcopy(plain)) for _ in range(2))
+    optimizer = zshard.AdamW(whole.parameters(), lr=0.01)
+    own = {param: zshard.AdamW([param], lr=0.01) for param in hooked.parameters()}
+
+    def take_step(param: torch.Tensor) -> None:
+        own[param].step()
+        own[param].zero_grad()
+
+    for param in own:
+        param.register_post_accumulate_grad_hook(take_step)
+    for step in range(kSteps):
+        models.loss_of(whole, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        models.loss_of(hooked, batch(rank, step)).backward()
+    for name, _ in plain.named_parameters():
+        assert torch.equal(zshard.full_param(hooked, name), zshard.full_param(whole, name)), name
+    one, many = (zshard.memory(model)["now"]["optimizer"] for model in (whole, hooked))
+    assert 0 < many <= one
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_for_each_parameter_steps_in_its_hook(world_size: int) -> None:
+    run_ranks(in_hooks, world_size)
+
+
+def test_a_part_that_grows_keeps_its_states() -> None:
+    torch.manual_seed(0)
+    plain = OddParameters()
+    results = []
+    for wrapped in (False, True):
+        model = zshard.wrap(copy.deepcopy(plain)) if wrapped else copy.deepcopy(plain)
+        first, *rest = every(3, model)
+        optimizer = (zshard if wrapped else torch.optim).AdamW(first, lr=0.01)
+        for step in range(kSteps):
+            if step > 0:
+                optimizer.add_param_group({"params": rest[step - 1]})
+            optimizer.zero_grad()
+            models.loss_of(model, batch(0, step)).backward()
+            optimizer.step()
+        named = dict(model.named_parameters())
+        results.append([zshard.full_param(model, n) if wrapped else named[n].data for n in named])
+    torch.testing.assert_close(results[1], results[0])
