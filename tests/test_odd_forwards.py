@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zshard
 import zshard.comm
 import zshard.transport
+from zshard.leaf import as_autograd_sees
 from zshard.wrap import schedule_of
 
 kInput = torch.linspace(-1.0, 1.0, 48).view(2, 3, 8)
@@ -192,6 +193,10 @@ def returns_parameter(rank: int, world_size: int, strategy: str) -> None:
         assert_same_grads(plain, wrapped)
     with torch.no_grad():
         torch.testing.assert_close(wrapped(kInput), plain(kInput))
+    with as_autograd_sees():
+        for unit in schedule_of(wrapped).units:
+            for leaf in (leaf for flat in unit.flats for leaf in flat.leaves):
+                assert len(leaf._backward_hooks) == 1  # our own, not one more at each forward
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

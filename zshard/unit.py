@@ -288,17 +288,17 @@ class Unit:
             hooks[self.last_hook] = hooks.pop(self.last_hook)
 
     def hand_out(self, args: object, output: object) -> object:
-        """``output`` as the caller may keep it; the full buffer is about to be given back.
+        """``output`` as the caller may keep it.
 
         Raises:
             StateError: as ``check_unwritten``.
-            ShardedAccessError: if a view of the buffer stays in an object that ``map_tensors`` does
-                not copy, or in a container among ``args``.
+            ShardedAccessError: where the full buffer is about to be given back, if a view of it
+                stays in an object that ``map_tensors`` does not copy, or in a container among
+                ``args``.
         """
         self.check_unwritten()
         output = self.copy_lent(output)
-        lent = self._lent()
-        if any(map(lent, tensors_in((output, args)))):
+        if self._needs_slot and any(map(self._lent(), tensors_in((output, args)))):
             raise ShardedAccessError(
                 f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "
                 "that it returns, or in a container that came in; the parameter's memory is about "
@@ -315,8 +315,7 @@ class Unit:
         return map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
 
     def _lent(self) -> Callable[[torch.Tensor], bool]:
-        kept = self.strategy.resident
-        return lying_in([] if kept else [flat.base for flat in self.flats if flat.base is not None])
+        return lying_in([flat.base for flat in self.flats if flat.base is not None])
 
     # --- gradients -------------------------------------------------------------------------------
 
