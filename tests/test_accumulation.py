@@ -172,3 +172,40 @@ def test_16_bit_gradients_add_up_in_fp32_in_any_memory_order(strategy: str, last
         for name, expected in sums.items():
             torch.testing.assert_close(zshard.full_grad(model, name), expected, rtol=0, atol=0)
         model.zero_grad()
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.out(self.experts[expert](x))
+
+
+def zeroed_on_one_rank(rank: int, world_size: int, strategy: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = zshard.wrap(Routed(), strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.1, weight_decay=1.0)
+    with zshard.no_sync(model):
+        model(torch.ones(2, 4), rank).sum().backward()  # expert 1 is for rank 1 alone
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.ones(2, 4), 0).sum().backward()
+    weight = model.get_parameter("experts.1.weight")
+    assert weight.grad is not None  # of zeros, which AdamW decays the weight by
+    assert torch.count_nonzero(zshard.full_grad(model, "experts.1.weight")) == 0
+    before = zshard.full_param(model, "experts.1.weight")
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert int(state["step"]) == 1
+    with zshard.full_params(model):  # ddp: this rank's own
+        own = model.get_parameter("experts.1.weight").detach().clone()
+    torch.testing.assert_close(own, before * 0.9)
+    return own
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_zeroing_a_gradient_that_one_rank_holds_back_leaves_the_ranks_alike(strategy: str) -> None:
+    one, other = run_ranks(zeroed_on_one_rank, 2, strategy)
+    assert torch.equal(one, other)

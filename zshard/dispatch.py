@@ -23,6 +23,7 @@ _ELEMENTWISE = frozenset(
         *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     )
 )
+_ZEROING = ("aten::zero_", "aten::_foreach_zero_")
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _NOT_ELEMENTWISE_FOREACH = re.compile(r"aten::_foreach_(norm|max|powsum)\b")
 
@@ -46,13 +47,11 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     if func in _ALIASES and sharded[0]._local is None:
         _note_alias(sharded[0], alias := Sharded(None, sharded[0].flat, sharded[0].segment))
         return alias
-    if func._schema.name in ("aten::zero_", "aten::_foreach_zero_"):
+    if func._schema.name in _ZEROING:
         for grad in sharded:
             if isinstance(grad, ShardedGrad):
-                # First, while what no_sync holds does not count as reduced. Zeros are fine where a
-                # look would be refused.
                 grad.flat.grads.on_access()
-                grad.flat.grads.drop_held_back(grad.segment)
+                grad.flat.grads.zero_held_back(grad.segment)
     if func is torch.ops.aten.copy_.default:
         if not isinstance(target := args[0], Sharded):
             raise ShardedAccessError(
@@ -186,6 +185,8 @@ def _local_of(func: Any, first: Sharded, changed: list[Sharded]) -> Callable[[ob
     written = {id(each) for each in changed}
 
     def local(x: object) -> object:
+        if isinstance(x, ShardedGrad) and func._schema.name in _ZEROING:
+            return x._local  # where a look would be refused, zeros are fine
         if isinstance(x, ShardedGrad) and id(x) not in written:
             return x.seen()
         if isinstance(x, Sharded):

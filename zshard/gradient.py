@@ -180,11 +180,13 @@ class Gradients:
         """Whether a backward inside no_sync has left a gradient that is not reduced yet."""
         return self._held[index] is not None
 
-    def drop_held_back(self, index: int) -> None:
-        """Forget what no_sync holds of gradient ``index``, whose shard is about to be zeroed."""
-        if self.is_held_back(index):
-            self._let_go([index])
-            self.present[index] = True
+    def zero_held_back(self, index: int) -> None:
+        """Zero what no_sync holds of gradient ``index``, whose shard is about to be zeroed.
+
+        It stays held back: only the next reduction tells whether other ranks have one.
+        """
+        if (held := self._held[index]) is not None:
+            held.zero_()
 
     def forget_held_back(self) -> None:
         """Forget all that no_sync holds."""
