@@ -48,7 +48,7 @@ class Rendezvous {
     void depart() { advance(of(rank_).departed); }
 
     // Waits until every rank has arrived as often as this one has; -1, or a rank that has not
-    // within `seconds`.
+    // within `seconds`, or as a signal came.
     int64_t await_arrivals(double seconds) const {
         return await(&Presence::arrived, of(rank_).arrived.load(), seconds);
     }

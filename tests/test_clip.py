@@ -118,25 +118,33 @@ def test_a_non_finite_gradient_on_one_rank_is_seen_by_all(value: float, norm_typ
 
 
 class OneNaN(torch.nn.Module):
-    """Two parameters, one element a rank each; the gradient of one of the four is NaN."""
+    """Two parameters, each in the shard of one of two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bad, self.good = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        self.first, self.second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:  # x (2,), the gradient of `bad`
-        return (self.bad * x).sum() + 7.0 * self.good.sum()
-
-
-def one_nan(rank: int, world_size: int, norm_type: float) -> float:
-    model = zshard.wrap(OneNaN())
-    model(torch.tensor([math.nan, 1.0])).backward()
-    return float(zshard.clip_grad_norm_(model, 1.0, norm_type))
+    def forward(self, x: Tensor) -> Tensor:  # x (2,), of the gradients
+        return self.first.sum() * x[0] + self.second.sum() * x[1]
 
 
+def one_nan(
+    rank: int, world_size: int, norm_type: float, where: int, comm: str
+) -> tuple[float, bool]:
+    model = zshard.wrap(OneNaN(), comm=comm)
+    model(torch.tensor([math.nan if each == where else 7.0 for each in range(2)])).backward()
+    mine = (model.first, model.second)[rank].grad.local  # type: ignore[union-attr]
+    return float(zshard.clip_grad_norm_(model, 1.0, norm_type)), bool(mine.isnan().all())
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_a_nan_in_one_shard_is_not_lost_in_the_maximum_over_ranks(norm_type: float) -> None:
-    assert all(math.isnan(norm) for norm in run_ranks(one_nan, 2, norm_type))
+def test_a_nan_in_one_shard_is_not_lost_in_the_maximum_over_ranks(
+    norm_type: float, where: int, comm: str
+) -> None:
+    for rank, (norm, has_it) in enumerate(run_ranks(one_nan, 2, norm_type, where, comm)):
+        assert math.isnan(norm) and has_it == (rank == where)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])

@@ -209,6 +209,48 @@ def unlike_buffers(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+class Unnoticed(nn.Module):
+    """Writes to its buffers in ways that leave no trace on them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        found = y.detach().mean(0)
+        if self.how == "batch_norm":
+            return nn.functional.batch_norm(y, self.mean, self.var, training=self.training)
+        if self.training and self.how == "data":
+            self.mean.data.mul_(0.9).add_(found, alpha=0.1)
+        if self.training and self.how == "replaced":
+            for _ in range(2):  # the second may get the address of the one before the first
+                self.mean = self.mean.lerp(found, 0.1)
+        return y + self.mean
+
+
+def evaluated(rank: int, world_size: int, how: str, ddp: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Unnoticed(how)
+    model = DistributedDataParallel(model) if ddp else zshard.wrap(model)
+    drawn = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        model(torch.randn(8, 4, generator=drawn)).square().mean().backward()
+    model.eval()
+    with torch.no_grad():
+        return [model(torch.ones(1, 4)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("how", ["batch_norm", "data", "replaced"])
+def test_buffers_written_without_a_trace_are_the_first_ranks_as_under_ddp(how: str) -> None:
+    expected, found = (run_ranks(evaluated, 2, how, ddp) for ddp in (True, False))
+    for rank in range(2):
+        for value in found[rank]:
+            torch.testing.assert_close(value, expected[0][0])
+
+
 def test_persistent_buffers_of_other_shapes_are_refused_by_name_on_every_rank() -> None:
     for message in run_ranks(unlike_buffers, 2):
         assert "table (3,)" in message and "table (4,)" in message and "persistent=False" in message

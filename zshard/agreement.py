@@ -219,12 +219,11 @@ class Agreement:
         """Note that all gradients of ``unit`` are there on this rank."""
         self._needed.append(Slot(Op.REDUCE, unit.index))
         self._ready.add(unit.index)
-        if self._program is None:
-            message = Message(self.number, Ask.READY, unit.index)
-            self._meet(message, f"the reduction of unit {unit.label!r}")
-        else:
-            self.look_ahead()  # what had no room before
-            self._advance()
+        if self._program is not None:
+            self._advance()  # no gather into its memory yet: a node may read a detached weight
+            return
+        message = Message(self.number, Ask.READY, unit.index)
+        self._meet(message, f"the reduction of unit {unit.label!r}")
 
     def has_reduced(self, unit: Unit) -> bool:
         """Whether ``unit`` was reduced in this phase."""
@@ -264,17 +263,19 @@ class Agreement:
             self._crew.release(self._ahead.pop(0))
 
     def _leave_program(self, unit: Unit) -> None:
-        if not self._reduces:
+        if self._reduces and self._crew.has_peers:
+            # They are not to be met before they have reduced without this rank's gradients.
+            self._give_up(True)
+            raise StateError(
+                f"rank {self._comm.place}: backward came to {unit.label!r} elsewhere than before. "
+                "The step's gradients are dropped on every rank; repeat it, and it may differ."
+            )
+        if self._reduces:
+            self._ready_on = {index: {self._comm.place} for index in self._ready}
+            self._follows, self._meets_at_end = False, True
+        else:
             self._take_part_in_the_rest()
-            self._program, self._irregular = None, True
-            return
-        # The others are not to be met before they have reduced without this rank's gradients.
-        self._give_up(True)
-        raise StateError(
-            f"rank {self._comm.place}: backward came to unit {unit.label!r}, which it did not use, "
-            "or not here, in the same place before. The step's gradients are dropped on every "
-            "rank; repeat the step, and backwards will be expected to differ."
-        )
+        self._program, self._irregular = None, True
 
     # --- meetings --------------------------------------------------------------------------------
 

@@ -111,7 +111,9 @@ class Backward:
         self._forwards.require_values("a backward")
         self._settle_trained()
         self._reduces = self.sync
-        about = f"{self._since};{self._count};{first}"
+        # Something may have come between, and freed what forward had left gathered.
+        there = " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
+        about = f"{self._since};{self._count};{first};{there}"
         if self._reduces:
             self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
             try:

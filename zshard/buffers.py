@@ -1,20 +1,24 @@
 """Persistent buffers, such as BatchNorm's statistics: every rank has those of the first, as in DDP.
 
-They stay whole. Before a forward, if any rank has changed one since the last, they are broadcast.
-(DDP does so before every forward, and for caches that are no part of the state too.)
+They stay whole. Before a forward they are broadcast if any rank has changed one since the last, or
+may have: a module that trains may write to floating-point ones unnoticed (``.data``, batch_norm),
+so those of up to 1 MiB are taken to have changed. (DDP broadcasts before every forward, and caches
+that are no part of the state too.)
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from .comm import Comm, Tag
 from .errors import MismatchError
+
+_SMALL = 1 << 20  # bytes
 
 
 class Buffers:
@@ -24,8 +28,8 @@ class Buffers:
         self._comm = comm
         # Modules may put other tensors in place of their buffers, but seldom get their first later.
         self._modules = [(n, m) for n, m in model.named_modules() if m._buffers]
-        self._normalisation = [m for _, m in self._modules if isinstance(m, _NormBase)]
-        self._seen: list[tuple[int, int]] = []
+        self._in_training = False  # whether the last forward may have written unnoticed
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self._modules:
@@ -33,19 +37,33 @@ class Buffers:
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
-    def _states(self) -> list[tuple[int, int]]:
-        # Tensors made in inference mode have no version, and cannot be changed outside of it.
+    def _states(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+        # By reference: another tensor may have the address of one that has gone. Tensors made in
+        # inference mode have no version, and cannot be changed outside of it.
         buffers = [buffer for _, buffer in self._named()]
-        return [(id(b), 0 if b.is_inference() else b._version) for b in buffers]
+        return [(weakref.ref(b), 0 if b.is_inference() else b._version) for b in buffers]
 
-    @property
-    def changed(self) -> bool:
-        """Whether a buffer was written or replaced since the last ``broadcast``."""
+    def ask(self) -> bool:
+        """Whether a buffer was, or may have been, written or replaced since the last ``broadcast``.
+
+        Asked as a forward begins.
+        """
         if self._comm.world == 1:
             return False
-        # Normalisation updates its statistics without autograd's noticing.
-        return self._states() != self._seen or any(
-            module.training and module.track_running_stats for module in self._normalisation
+        was_training, self._in_training = self._in_training, self._trains()
+        return was_training or self._in_training or self._states() != self._seen
+
+    def _trains(self) -> bool:
+        return any(
+            module.training
+            and any(
+                b is not None
+                and b.is_floating_point()
+                and b.nbytes <= _SMALL
+                and name not in module._non_persistent_buffers_set
+                for name, b in module._buffers.items()
+            )
+            for _, module in self._modules
         )
 
     def _facts(self) -> list[str]:

@@ -89,7 +89,7 @@ class Handle:
 
 
 class Comm:
-    """The collectives of one wrapped model. With one rank it is never called.
+    """The collectives of one wrapped model. With one rank nothing is communicated.
 
     Args:
         mesh: see ``groups_of``.

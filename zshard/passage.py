@@ -36,6 +36,10 @@ class Passage:
             return []
         found = {id(t): t for t in tensors_in((output, given)) if t.requires_grad}
         own = [tensor for key, tensor in found.items() if key not in passed]
+        for tensor in own:
+            # register_hook crashes on a view whose base was written to through another one, if
+            # nobody has asked for the node that the view has since.
+            _ = tensor.grad_fn
         bases = {id(tensor._base): tensor._base for tensor in own}
         return own + [
             base

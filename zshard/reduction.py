@@ -34,7 +34,6 @@ class Reducer:
     def __init__(self, units: Sequence[Unit], comm: Comm, pool: Pool, device: torch.device) -> None:
         self.all_flats = [flat for unit in units for flat in unit.flats]
         self.flats: list[Flat] = []  # those with anything to be trained
-        self._frozen: list[Flat] = []  # those without, but with a gradient of before
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
         self._in_flight: Flight | None = None
@@ -63,13 +62,9 @@ class Reducer:
         self._stats.zero_()
         self._routes.clear()
         self._pool.reserve_scratch(scratch_sizes(self.flats, self._comm))
-        self._frozen = []
         for flat in self.all_flats:
-            if not flat.requires_grad:
-                if any(flat.grads.present):
-                    self._frozen.append(flat)
-                else:
-                    flat.grads.free()
+            if not flat.requires_grad and not any(flat.grads.present):
+                flat.grads.free()
 
     def make_room(self) -> None:
         """Have buffers for all that is trained, where that takes all ranks, who come together.
@@ -139,7 +134,7 @@ class Reducer:
         self._end_summary()
         (found, told), self._summary = self._summary, None
         self._sum_of_squares, self._non_finite = found
-        if any(any(flat.grads.present) for flat in self._frozen):
+        if any(any(flat.grads.present) for flat in self.all_flats if not flat.requires_grad):
             self._sum_of_squares = None  # what came out is not of all gradients
         failures, place, strays, *present = told.tolist()
         flags = iter(present)

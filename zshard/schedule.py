@@ -124,7 +124,7 @@ class Schedule:
         return None
 
     def _begin_forward(self) -> None:
-        word = 2 * self.updates.count() + self.buffers.changed
+        word = 2 * self.updates.count() + self.buffers.ask()
         words = self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward", word=word)
         self.updates.check([word >> 1 for word in words])
         if any(word & 1 for word in words):

@@ -69,29 +69,42 @@ def cast_floating(value: object, dtype: torch.dtype) -> object:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``, in order: in containers, dataclasses, and attributes of objects."""
-    return _tensors_in(value, set())
+    """The tensors in ``value``, in order: in containers, dataclasses, and attributes of objects.
+
+    Inputs may lead to anything, a vocabulary say: after ``_MOST`` other things it is enough.
+    """
+    seen: set[int] = set()
+    inside, left = [iter((value,))], _MOST
+    while inside and left > 0:
+        for item in inside[-1]:
+            if isinstance(item, torch.Tensor):
+                yield item
+                continue
+            left -= 1
+            if left == 0:
+                break
+            if type(item) in _PLAIN or isinstance(item, (torch.nn.Module, type)):
+                continue
+            if id(item) not in seen:
+                seen.add(id(item))
+                inside.append(iter(_items_of(item)))
+                break
+        else:
+            inside.pop()
 
 
-def _tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, (str, int, float, bool, torch.nn.Module, type)):
-        return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
+_MOST = 10_000
+_PLAIN = (type(None), str, int, float, bool, bytes)
+
+
+def _items_of(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
-        items: Iterable[object] = value.values()
-    elif isinstance(value, (list, tuple, set)):
-        items = value
-    elif dataclasses.is_dataclass(value):
-        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        items = [*getattr(value, "__dict__", {}).values(), *_slots_of(value)]
-    for item in items:
-        yield from _tensors_in(item, seen)
+        return value.values()
+    if isinstance(value, (list, tuple, set)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return [*getattr(value, "__dict__", {}).values(), *_slots_of(value)]
 
 
 def _slots_of(value: object) -> list[object]:

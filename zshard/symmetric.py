@@ -161,8 +161,10 @@ class SymmetricRanks(Ranks):
 
     def give_back(self, lent: torch.Tensor) -> None:
         """Let go of an extent that ``lent`` has for itself; what is small stays."""
-        if _rounded(lent.nbytes) >= _EXTENT_BYTES:
-            del self._parts[lent.untyped_storage().data_ptr()]
+        if _rounded(lent.nbytes) < _EXTENT_BYTES:
+            return
+        # Not there: a buffer that ranks do not read each other's of.
+        if self._parts.pop(lent.untyped_storage().data_ptr(), None) is not None:
             for key in [key for key in self._views if key[0] == lent.data_ptr()]:
                 del self._views[key]
 

@@ -91,7 +91,6 @@ class _Writer:
 
     def __init__(self, trace: Trace, base: int) -> None:
         self._trace, self._offset = trace, (trace.unix_ns - base) / 1e3  # microseconds
-        self._ids: dict[int, int] = {}  # of arrows, by transfer
         self._numbers = itertools.count(1)
 
     def everything(self) -> Iterator[Json]:
