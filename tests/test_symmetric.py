@@ -184,6 +184,8 @@ def made(rank: int, world_size: int) -> tuple[list[int], list[int]]:
         expected = torch.arange(world_size).mul(16).add(index).repeat_interleave(n)
         if not torch.equal(full, expected.to(torch.uint8)):
             wrong.append(index)
+    ranks.give_back(lent[4])
+    ranks.give_back(torch.empty(3 * megabyte, dtype=torch.uint8))  # of the pool's own, never lent
     return double.made, wrong
 
 
