@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 from zshard import discovery, transport
-from zshard.comm import Comm
+from zshard.comm import Comm, Tag
 from zshard.wrap import schedule_of
 
 
@@ -236,3 +236,12 @@ def test_more_ranks_than_can_read_each_other_take_the_group() -> None:
     for in_memory, refused in run_ranks(more_than_most, 3):
         assert not in_memory
         assert "3 ranks, where 2 is the most" in refused
+
+
+def test_what_a_device_lacks_is_not_put_down_to_other_ranks() -> None:
+    comm = schedule_of(zshard.wrap(torch.nn.Linear(4, 4))).comm
+    said = r"all_gather in gather of unit 'root'.*no room\. This rank's device is out of memory"
+    named = comm.named_errors("all_gather", Tag(0, "gather", "root"))
+    with pytest.raises(zshard.CommError, match=said) as caught, named:
+        raise torch.OutOfMemoryError("no room")
+    assert "Another rank" not in str(caught.value)

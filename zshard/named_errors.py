@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from .errors import CommError, Error
 from .neighbours import Missed
 
@@ -31,8 +33,13 @@ class NamedErrors(NamedTuple):
             self.comm.broken = True
             unnamed = neighbours is not None and not isinstance(error, Missed)
             ended = neighbours.ended() if neighbours is not None and unnamed else ""
+            cause = (
+                "This rank's device is out of memory, and the other ranks wait for it."
+                if isinstance(error, torch.OutOfMemoryError)
+                else "Another rank has stopped, or runs a different model or order of units; look "
+                "at the first error among the ranks' logs."
+            )
             raise CommError(
                 f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
-                f"{error}.{ended} Another rank has stopped, or runs a different model or order of "
-                "units; look at the first error among the ranks' logs."
+                f"{error}.{ended} {cause}"
             ) from error

@@ -221,8 +221,8 @@ class Reducer:
         self._in_flight, self._summary, self._summary_handles = None, None, []
         for flat in self.all_flats:
             flat.grads.drop_leaves()
-            flat.grads.drop()
-        self._sum_of_squares, self.grad_scale, self.unscales = None, None, False
+        self.drop()
+        self.grad_scale, self.unscales = None, False
 
     # --- what is known of the gradients ----------------------------------------------------------
 

@@ -12,7 +12,6 @@ their CUDA contexts: later calls raise, and name what was called, not who was mi
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -25,6 +24,7 @@ from .errors import WrapError
 from .groups import Ranks
 from .messages import Work
 from .neighbours import timeout_of
+from .pool import aligned
 from .streams import Mark, compute_waits, mark_here
 
 _Made = TypeVar("_Made")
@@ -113,7 +113,7 @@ class SymmetricRanks(Ranks):
     def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
         """(numel,) that the other ranks can read. All ranks have to ask for the same."""
         nbytes = numel * dtype.itemsize
-        needed = _rounded(nbytes)
+        needed = aligned(nbytes)
         extent, begin = self._open, self._taken
         if needed >= _EXTENT_BYTES:
             extent, begin = self._extend(needed), 0
@@ -161,7 +161,7 @@ class SymmetricRanks(Ranks):
 
     def give_back(self, lent: torch.Tensor) -> None:
         """Let go of an extent that ``lent`` has for itself; what is small stays."""
-        if _rounded(lent.nbytes) < _EXTENT_BYTES:
+        if aligned(lent.nbytes) < _EXTENT_BYTES:
             return
         # Not there: a buffer that ranks do not read each other's of.
         if self._parts.pop(lent.untyped_storage().data_ptr(), None) is not None:
@@ -234,8 +234,3 @@ class SymmetricRanks(Ranks):
         """Lend ``packed``; what others lend is read where it lies, before ``release``."""
         self._meeting.barrier(_REDUCTIONS)
         return None
-
-
-def _rounded(nbytes: int) -> int:
-    """Bytes of an extent that ``nbytes`` take."""
-    return math.ceil(nbytes / 64) * 64
