@@ -314,3 +314,23 @@ def collected_meanwhile(rank: int, world_size: int, on: tuple[int, ...]) -> None
 @pytest.mark.parametrize("on", [(0,), (0, 1)])
 def test_a_model_may_be_collected_while_another_is_wrapped(on: tuple[int, ...]) -> None:
     run_ranks(collected_meanwhile, 2, on)
+
+
+def old_weight_norm() -> Stacked:
+    return Stacked(lambda: nn.utils.weight_norm(nn.Linear(8, 8)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_a_model_whose_attributes_keep_a_graph_is_told_which() -> None:
+    torch.manual_seed(0)
+    plain = old_weight_norm()
+    torch.manual_seed(0)
+    model = old_weight_norm()
+    with pytest.raises(zshard.WrapError, match=r"weight_g cannot be .*attribute 'weight'\. Detach"):
+        zshard.wrap(model)
+    for block in model.blocks:
+        block.weight = block.weight.detach()
+    wrapped = zshard.wrap(model)
+    for each in (plain, wrapped):
+        each(kInput).square().mean().backward()
+    assert_same_grads(plain, wrapped)

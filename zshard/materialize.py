@@ -77,15 +77,30 @@ def swap_contents(
     try:
         torch.utils.swap_tensors(tensor, contents)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
+        kept = [attribute for module in holders for attribute in _with_graph(module)]
+        holder = (
+            f"the graph of its module's attribute {kept[0]!r}. Detach that; a forward makes it "
+            "anew. (torch.nn.utils.parametrizations.weight_norm keeps none.)"
+            if kept
+            else "an autograd graph of an earlier forward (drop its outputs), or a weak reference."
+        )
         raise WrapError(
-            f"{name} cannot be replaced: {error}. Something else holds it: an autograd graph "
-            "of an earlier forward (drop its outputs), or a weak reference."
+            f"{name} cannot be replaced: {error}. Something else holds it: {holder}"
         ) from error
     finally:
         for module in recurrent:
             module._flat_weight_refs = [
                 None if weight is None else weakref.ref(weight) for weight in module._flat_weights
             ]
+
+
+def _with_graph(module: nn.Module) -> list[str]:
+    """Plain tensors among the attributes of ``module`` that were computed from parameters."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    ]
 
 
 def allocate_outside(model: nn.Module, specs: Sequence[UnitSpec], device: torch.device) -> str:
