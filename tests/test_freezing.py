@@ -229,3 +229,19 @@ def test_gradients_of_what_was_frozen_since_count(
     strategy: str, world_size: int, scaled: bool
 ) -> None:
     run_ranks(frozen_while_accumulating, world_size, strategy, scaled)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_gradient_that_is_set_on_a_frozen_parameter_counts(strategy: str) -> None:
+    norms = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        if wrap:
+            zshard.wrap(model, strategy=strategy)
+        model[0].weight.grad = torch.ones(4, 4)
+        model(torch.ones(2, 4)).sum().backward()
+        clip = zshard.clip_grad_norm_ if wrap else nn.utils.clip_grad_norm_
+        norms.append(clip(model.parameters(), 1e9))
+    torch.testing.assert_close(norms[1], norms[0])

@@ -267,7 +267,7 @@ class Agreement:
             # They are not to be met before they have reduced without this rank's gradients.
             self._give_up(True)
             raise StateError(
-                f"rank {self._comm.place}: backward came to {unit.label!r} elsewhere than before. "
+                f"rank {self._comm.place}: backward came to unit {unit.label!r} not as before. "
                 "The step's gradients are dropped on every rank; repeat it, and it may differ."
             )
         if self._reduces:

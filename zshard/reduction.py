@@ -134,7 +134,8 @@ class Reducer:
         self._end_summary()
         (found, told), self._summary = self._summary, None
         self._sum_of_squares, self._non_finite = found
-        if any(any(flat.grads.present) for flat in self.all_flats if not flat.requires_grad):
+        left_out = set(self.all_flats) - set(self.flats)  # frozen as the backward began
+        if any(any(flat.grads.present) for flat in left_out):
             self._sum_of_squares = None  # what came out is not of all gradients
         failures, place, strays, *present = told.tolist()
         flags = iter(present)
