@@ -10,13 +10,14 @@ import torch
 from ranks import run_ranks
 from steps import build, one_step
 from stream_model import Model
+from test_symmetric import Double, take
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
-from zshard import streams
+from zshard import flight, streams, symmetric
 
-pytestmark = pytest.mark.usefixtures("over_the_group")  # GPUs go over it
+pytestmark = pytest.mark.usefixtures("over_the_group")  # GPUs go over it, unless told otherwise
 
 
 @contextmanager
@@ -74,6 +75,60 @@ def test_the_streams_are_in_order_with_replicas() -> None:
 
 def test_the_streams_are_in_order_on_one_rank() -> None:
     assert training(0, 1, {})[0] == []
+
+
+def over_symmetric(
+    rank: int, world_size: int, strategy: str, replicas: int, lost: bool
+) -> tuple[list[str], int]:
+    """As ``training``; a pack that ``lost`` a wait goes into a buffer that may be in use."""
+    take(Double())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        here = lambda device: torch.cuda.current_stream(device).record_event()  # noqa: E731
+        monkeypatch.setattr(symmetric, "mark_here", here)
+        if lost:
+            monkeypatch.setattr(flight.Flight, "leaves_free", lambda self, route: True)
+        options = {"strategy": strategy, "comm": "peer"}
+        return training(rank, world_size, options, replicas)
+
+
+@pytest.mark.parametrize(("strategy", "replicas"), [("zero3", 1), ("ddp", 1), ("zero3", 2)])
+def test_the_streams_are_in_order_over_symmetric_memory(strategy: str, replicas: int) -> None:
+    for races, on_lanes in run_ranks(over_symmetric, 2 * replicas, strategy, replicas, False):
+        assert races == []
+        assert on_lanes > 50
+
+
+def test_a_reduce_buffer_that_is_in_use_shows() -> None:
+    for races, _ in run_ranks(over_symmetric, 2, "zero3", 1, True):
+        assert any("zshard::pack_" in race for race in races)
+
+
+def waited_for(rank: int, world_size: int, comm: str) -> list[int]:
+    """Reductions that the compute stream waits for, as each of four begins and at the end."""
+    take(Double())
+    waits: list[int] = [0]
+    with modelled({"comm": comm}) as (_, trained), pytest.MonkeyPatch.context() as monkeypatch:
+        land, pack = flight.Flight.land, flight.Flight.__init__
+
+        def begin(self: flight.Flight, *args: object) -> None:
+            waits.append(0)
+            pack(self, *args)
+
+        def wait(self: flight.Flight) -> None:
+            waits[-1] += 1
+            land(self)
+
+        monkeypatch.setattr(flight.Flight, "__init__", begin)
+        monkeypatch.setattr(flight.Flight, "land", wait)
+        one_step(trained, rank, 0)
+    return waits
+
+
+@pytest.mark.parametrize(("comm", "waits"), [("group", [0, 1, 1, 1, 1]), ("peer", [0, 0, 1, 1, 2])])
+def test_a_pack_waits_only_for_the_reduction_whose_buffer_it_takes(
+    comm: str, waits: list[int]
+) -> None:
+    assert run_ranks(waited_for, 2, comm) == [waits] * 2
 
 
 def interrupted(rank: int, world_size: int, options: dict[str, object]) -> list[str]:

@@ -101,6 +101,14 @@ class Flight:
             with comm.reduce_lane.after_compute():
                 self._finish()
 
+    def leaves_free(self, route: Route) -> bool:
+        """Whether ``route`` may be packed into before this lands: it needs neither host nor memory.
+
+        Other buffers than the packed one are used on the reduce lane alone, one after the other.
+        """
+        apart = self._route.packed.data_ptr() != route.packed.data_ptr()
+        return self._mark is not None and apart
+
     def land(self) -> None:
         """Have the reduce buffers free again; gathers may still be under way."""
         if self._mark is None:

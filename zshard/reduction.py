@@ -1,11 +1,12 @@
 """Gradients: packed and reduced unit by unit, in the order that the ranks have agreed on.
 
 Order of events for each trainable flat buffer: pack (one pass over the gradients, which are freed),
-exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum
-of squares and a non-finite flag (flight.py). One exchange is in flight at a time, under the next
-unit's backward. After the last one a small all-reduce tells every rank the global sum of squares
-and whether anything is not finite, and which parameters have a gradient on any rank and which
-ranks' backward has raised an exception. With GPUs the latter goes from host to host, on its own.
+exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum of
+squares and a non-finite flag (flight.py). An exchange is in flight under the next unit's backward,
+until its buffer is needed; on CPU, until the next one begins. After the last one a small all-reduce
+tells every rank the global sum of squares and whether anything is not finite, and which parameters
+have a gradient on any rank and which ranks' backward has raised an exception. With GPUs the latter
+goes from host to host, on its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Reducer:
         self.flats: list[Flat] = []  # those with anything to be trained
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
-        self._in_flight: Flight | None = None
+        self._in_flight: list[Flight] = []  # that use reduce buffers, in order
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
         self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
@@ -102,7 +103,8 @@ class Reducer:
             strayed: whether that was because it took another way than before.
             lost: whether an earlier one of this step did, inside no_sync, where nobody was told.
         """
-        self._land()
+        while self._in_flight:
+            self._in_flight.pop(0).land()
         while self._flights:
             self._flights.pop(0).wait()
         self._failed = failed
@@ -179,12 +181,13 @@ class Reducer:
         """Pack what gradients there are of ``unit``, and start reducing them."""
         for flat in unit.flats:
             if flat.requires_grad:
-                self._land()  # its buffers are used again
+                route = self._route_of(flat)
+                while self._in_flight and not self._in_flight[0].leaves_free(route):
+                    self._in_flight.pop(0).land()
                 # fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit
                 # gradients after it, in fp32, so that the division rounds nothing away.
                 early = flat.dtypes.reduce in (torch.float32, torch.float64)
                 mean = 1.0 / self._comm.world
-                route = self._route_of(flat)
                 self._comm.reclaim(route.packed, tag)
                 stats = self._stats[self.all_flats.index(flat)]
                 scale = 1.0 if early else mean
@@ -194,14 +197,8 @@ class Reducer:
                         flat.grads.pack(route.packed, mean if early else 1.0)
                     with doing("reduce", unit):
                         flight = Flight(flat, route, scale, stats, self._comm, tag)
-                    self._in_flight = flight
+                    self._in_flight.append(flight)
                     self._flights.append(flight)
-
-    def _land(self) -> None:
-        """Have the reduction in flight leave the reduce buffers."""
-        flight, self._in_flight = self._in_flight, None
-        if flight is not None:
-            flight.land()
 
     def _route_of(self, flat: Flat) -> Route:
         if (route := self._routes.get(flat)) is None:
@@ -214,12 +211,13 @@ class Reducer:
         for flight in self._flights:
             flight.abandon()
         self._flights.clear()
-        self._in_flight = None
+        self._in_flight.clear()
 
     def forget(self) -> None:
         """Drop all gradients, as all ranks do, and what is not known of them yet."""
         self._flights.clear()
-        self._in_flight, self._summary, self._summary_handles = None, None, []
+        self._in_flight.clear()
+        self._summary, self._summary_handles = None, []
         for flat in self.all_flats:
             flat.grads.drop_leaves()
         self.drop()
