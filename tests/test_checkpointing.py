@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import models
 import pytest
 import torch
@@ -137,3 +139,41 @@ def test_early_stop_of_the_recomputation_leaves_the_model_usable() -> None:
         losses.append(float(loss.detach()))
         model.zero_grad()
     assert losses[0] == losses[1] == losses[2]
+
+
+class Region(nn.Module):
+    """Recomputes several units at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, self.inlet(x), use_reentrant=False)
+
+
+def partly_frozen(rank: int, world_size: int) -> list[bool]:
+    torch.manual_seed(0)
+    model = Region()
+    for norm in (model.inner[0], model.inner[2]):
+        norm.weight.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    zshard.wrap(model, units="layer")
+    right = []
+    for step in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))  # on every rank
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        for name, param in plain.named_parameters():
+            grad = zshard.full_grad(model, name)
+            right.append(param.grad is grad is None or torch.equal(grad, param.grad))
+        model.zero_grad()
+        plain.zero_grad()
+    return right
+
+
+def test_units_with_frozen_weights_are_recomputed_together() -> None:
+    """torch compares what it saves then, frozen weights themselves, whose units are sharded."""
+    for right in run_ranks(partly_frozen, 2):
+        assert all(right)

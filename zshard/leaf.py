@@ -2,18 +2,28 @@
 
 [Note: dead leaves] Between, the memory of a leaf holds another unit. Autograd keeps leaves, and so
 may a user; what autograd does is guarded by version counters, and what a user does by the leaf's
-class: while the unit is not gathered the class is one whose every operation is an error.
+class: while the unit is not gathered the class is one whose every operation on values is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from .errors import ShardedAccessError
+
+# What is true of a leaf dead or alive. torch.utils.checkpoint compares it, of frozen weights too.
+_TRUE_OF_THE_DEAD = {
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "requires_grad")
+    ),
+}
 
 
 class DeadLeaf(Parameter):
@@ -26,7 +36,10 @@ class DeadLeaf(Parameter):
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> NoReturn:
+    ) -> Any:
+        if func in _TRUE_OF_THE_DEAD:
+            with as_autograd_sees():
+                return func(*args, **(kwargs or {}))
         raise ShardedAccessError(
             "a whole parameter was kept from inside a forward or backward and used after its unit "
             "was resharded, so its memory holds something else now. Copy what is needed (clone) "
