@@ -180,8 +180,9 @@ class FusedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, on wrapped models too: of each parameter, states sharded like it.
 
-        The states are those in memory, no copies. The groups have all that those of the optimizer
-        of the same name in torch.optim have, so that it can load them.
+        The states are those in memory, no copies, but for the counts of steps, which are float32
+        as torch's kernels take them. The groups have all that those of the optimizer of the same
+        name in torch.optim have, so that it can load them.
         """
         self.lay_out()
         found = super().state_dict()
@@ -277,7 +278,8 @@ def _with_step(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _sharded_like(param: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
     """States of ``param`` as a state_dict has them."""
-    return {name: _as_sharded(param, value) for name, value in values.items()}
+    counted = {name: value.float() for name, value in values.items() if name == "step"}
+    return {name: _as_sharded(param, value) for name, value in values.items()} | counted
 
 
 def _as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -88,14 +88,14 @@ def match_optimizer(saved: Manifest, optimizer: Optimizer, inventory: Inventory)
             key_of.setdefault(alias, name)
     further = {alias: name for alias, name in inventory.aliases.items()}
     names: dict[str, str] = {}  # of a parameter now -> its name in the checkpoint
-    for name, param, _ in params:
+    for name, param, group in params:
         candidates = [name, *(alias for alias, first in further.items() if first == name)]
         key = next((key_of[each] for each in candidates if each in key_of), None)
         if key is None:
             match.missing.append(f"the optimizer's state of {name}")
             continue
         names[name] = key
-        found.states[param] = _state(saved, optimizer, param, name, key, match)
+        found.states[param] = _state(saved, optimizer, group, param, name, key, match)
     of_others = [name for name in record.state if name not in names.values()]
     match.unexpected += [f"the optimizer's state of {name}" for name in of_others]
     _match_groups(record.groups, optimizer, inventory, names, found)
@@ -103,7 +103,13 @@ def match_optimizer(saved: Manifest, optimizer: Optimizer, inventory: Inventory)
 
 
 def _state(
-    saved: Manifest, optimizer: Optimizer, param: torch.Tensor, name: str, key: str, match: Match
+    saved: Manifest,
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    param: torch.Tensor,
+    name: str,
+    key: str,
+    match: Match,
 ) -> State:
     """The state of one parameter, of which tensors are to be filled yet."""
     assert saved.optimizer is not None
@@ -127,6 +133,8 @@ def _state(
             except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
                 match.problems.append(f"{label}: {error!r}")
                 continue
+            if own is None and state_name == "step":
+                value = _as_torch_counts(value, group, param)
         else:
             stored = saved.tensors["optimizer"][str(entry["tensor"])]
             value = before if own else _empty_state(param, stored.torch_dtype)
@@ -144,6 +152,14 @@ def _state(
     if own and not entries:  # as before the first step
         state = {k: torch.zeros_like(v) for k, v in own.items()}
     return state
+
+
+def _as_torch_counts(step: object, group: dict[str, Any], param: torch.Tensor) -> object:
+    """A count of steps as torch.optim's kernels take it; zshard's is an integer on the device."""
+    if not (isinstance(step, torch.Tensor) and step.dtype == torch.int64):
+        return step
+    on_device = group.get("fused") or group.get("capturable")
+    return step.to(param.device if on_device else "cpu", torch.float32)
 
 
 def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
