@@ -265,5 +265,17 @@ def expanded_buffers(rank: int, world_size: int) -> list[float]:
     return model.row.flatten().tolist()
 
 
+def registered_in_orders(rank: int, world_size: int) -> dict[str, float]:
+    model = nn.Linear(2, 2)
+    for name in ("a", "b") if rank == 0 else ("b", "a"):
+        model.register_buffer(name, torch.tensor(ord(name) + 0.5 * rank))
+    zshard.wrap(model)(torch.ones(2))
+    return {name: float(buffer) for name, buffer in model.named_buffers()}
+
+
+def test_ranks_may_have_registered_their_buffers_in_different_orders() -> None:
+    assert run_ranks(registered_in_orders, 2) == [{"a": 97.0, "b": 98.0}] * 2
+
+
 def test_an_expanded_buffer_is_the_first_ranks_too() -> None:
     assert run_ranks(expanded_buffers, 2) == [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2

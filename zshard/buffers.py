@@ -31,7 +31,11 @@ class Buffers:
         self._in_training = False  # whether the last forward may have written unnoticed
         self._seen: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        """By name, as ranks may have registered them in different orders."""
+        return sorted(self._persistent(), key=lambda item: item[0])
+
+    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -40,7 +44,7 @@ class Buffers:
     def _states(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
         # By reference: another tensor may have the address of one that has gone. Tensors made in
         # inference mode have no version, and cannot be changed outside of it.
-        buffers = [buffer for _, buffer in self._named()]
+        buffers = [buffer for _, buffer in self._persistent()]
         return [(weakref.ref(b), 0 if b.is_inference() else b._version) for b in buffers]
 
     def ask(self) -> bool:
@@ -88,11 +92,11 @@ class Buffers:
                 "part of the model's state and the same on every rank; register what depends on a "
                 "rank's batch with persistent=False."
             )
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for _, buffer in self._named():
             if buffer.numel() > 0:
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
+                alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        for buffers in alike.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self._comm.broadcast(flat.view(torch.uint8), tag)
             begin = 0
