@@ -166,3 +166,28 @@ def test_a_hook_on_a_frozen_parameter_is_refused_as_in_plain_torch() -> None:
         model.inlet.weight.register_hook(lambda g: g)
     with pytest.raises(zshard.StateError, match=r"inlet\.weight: a hook"):
         model.inlet.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def raises_after_reduction(rank: int, world_size: int) -> list[str]:
+    model = zshard.wrap(Blocks())
+    optimizer = zshard.AdamW(model.parameters())
+
+    def hook(parameter: Tensor) -> None:
+        if rank == 0:
+            raise ValueError("user code")
+
+    model.inlet.weight.register_post_accumulate_grad_hook(hook)
+    ends = []
+    for _ in range(2):
+        try:
+            models.loss_of(model, batch(rank, 0)).backward()
+            optimizer.step()
+            ends.append("made")
+        except (ValueError, zshard.Error) as error:
+            ends.append(type(error).__name__)
+    return ends
+
+
+def test_a_post_accumulate_hook_that_raises_on_one_rank_is_told_at_the_next_forward() -> None:
+    own, other = run_ranks(raises_after_reduction, 2)
+    assert (own, other) == (["ValueError", "MismatchError"], ["made", "MismatchError"])

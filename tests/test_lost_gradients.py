@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -129,11 +130,10 @@ def freezes(rank: int, world_size: int) -> Tensor:
     else:
         out.sum().backward()
     model[0].weight.requires_grad_(False)
-    out = model(x)
     if rank == 0:
         with pytest.raises(zshard.StateError, match="raised an exception on rank 1"):
-            out.sum().backward()
-    out.sum().backward()
+            model(x)
+    model(x).sum().backward()
     assert model[0].weight.grad is None
     return zshard.full_grad(model, "1.weight")
 
@@ -197,3 +197,75 @@ def test_a_step_is_dropped_once() -> None:
     for said in run_ranks(raises_twice, 2):
         assert "raised an exception" in said[0]
         assert said[1] == ""
+
+
+def goes_on(
+    rank: int, world_size: int, held: tuple[bool, ...], wrong: int, failing: tuple[int, ...]
+) -> list[str]:
+    """Steps of several micro-batches, one of which raises once; how each of them ends.
+
+    Args:
+        held: which of them are inside no_sync.
+        wrong: the one that raises.
+        failing: the ranks where it does.
+    """
+    model = zshard.wrap(nn.Linear(4, 1))
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    ends = []
+    for step in range(8):
+        try:
+            for micro, inside in enumerate(held):
+                out = model(torch.ones(4))
+                if step == 1 and micro == wrong and rank in failing:
+                    out.register_hook(fail)
+                with zshard.no_sync(model) if inside else nullcontext():
+                    out.sum().backward()
+            optimizer.step()
+            ends.append("made")
+        except (ValueError, zshard.Error) as error:
+            ends.append(type(error).__name__)
+        with suppress(zshard.StateError):
+            optimizer.zero_grad()
+    return ends
+
+
+def test_steps_with_and_without_sync_succeed_again_after_one_that_raised_everywhere() -> None:
+    ends = ["made", "ValueError", "StateError", *["made"] * 5]
+    assert run_ranks(goes_on, 2, (False, True, False), 1, (0, 1)) == [ends] * 2
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_synced_micro_batches_succeed_again_after_one_that_raised_on_one_rank(wrong: int) -> None:
+    """The others are told between backwards: in one, that would be another failure to tell of."""
+    own, others = run_ranks(goes_on, 2, (False, False), wrong, (0,))
+    assert own == ["made", "ValueError", *["made"] * 6]
+    assert others == ["made", "StateError", *["made"] * 6]
+
+
+def zeroed_after_a_failure(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model.register_parameter("gain", nn.Parameter(torch.ones(4)))  # of the root
+    model.register_forward_pre_hook(lambda module, args: (args[0] * module.gain,))
+    model = zshard.wrap(model)
+    x = torch.ones(4)
+    model(x).sum().backward()
+    once = {name: zshard.full_grad(model, name).clone() for name, _ in model.named_parameters()}
+    held = list(model.parameters())
+    hook = model[1].register_forward_hook(lambda *about: about[2].register_hook(fail) and None)
+    out = model(x)
+    hook.remove()
+    with pytest.raises(ValueError, match="user code"):
+        out.sum().backward()
+    assert [*map(id, model.parameters())] == [*map(id, held)]
+    zshard.reset(model)
+    model.zero_grad()
+    model(x).sum().backward()
+    for name, grad in once.items():
+        assert torch.equal(zshard.full_grad(model, name), grad)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_after_a_backward_that_raised_user_code_meets_the_sharded_parameters(
+    world_size: int,
+) -> None:
+    run_ranks(zeroed_after_a_failure, world_size)

@@ -32,7 +32,6 @@ from .unit import State, Unit
 
 _PROGRAMS = 64  # kept at a time: ranks that never repeat themselves would learn one each step
 
-
 # The agreements of all models that are wrapped over the same ranks, by number. A rank may be asked
 # to take part in the gather of one model when it is about to begin a phase of another.
 _AGREEMENTS: WeakValueDictionary[tuple[object, int], Agreement] = WeakValueDictionary()
@@ -59,6 +58,7 @@ class Agreement:
     ) -> None:
         self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
         self._give_up = give_up
+        self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names: str | None = None  # of all that is trained
         self._trained: list[int] = []  # units to be reduced, in the order of last resort
         self._programs: dict[tuple[int, ...], Program] = {}
@@ -108,6 +108,7 @@ class Agreement:
         Raises:
             MismatchError: on every rank, if another begins something else.
         """
+        self.before_meeting()
         # Backward meets units in about the reverse of the unit map's order.
         trained = [u.index for u in reversed(self._units) if u.trained] if reduces else []
         names = self._trained_names() if reduces else ""
@@ -127,8 +128,7 @@ class Agreement:
         self._follows = self._program is not None
         self._irregular = gathers and not self._follows
         self._meets_at_end = gathers and (self._loose or not self._follows)
-        self._at, self._reduces = 0, reduces
-        self._trained, self._aborted = trained, False
+        self._at, self._reduces, self._trained, self._aborted = 0, reduces, trained, False
         self._needed, self._ready, self._ready_on, self._reduced = [], set(), {}, set()
         return words
 

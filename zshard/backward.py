@@ -20,6 +20,9 @@ from .phase import EndOfBackward, Phase
 from .reduction import Reducer
 from .unit import State, Unit
 
+# Those of all models that have begun and not ended.
+_BEGUN: weakref.WeakSet[Backward] = weakref.WeakSet()
+
 
 class Forwards(Protocol):
     """What backward asks of the schedule."""
@@ -62,6 +65,8 @@ class Backward:
         # What a backward goes through: the forwards since the last one, and how many backwards
         # there were since those.
         self._since, self._count = "", 0
+        self._alone = True  # whether no other model had its backward meanwhile
+        agreement.before_meeting = self._bring_others_back
         reducer.on_strayed = agreement.expect_other_ways
         for unit in units:
             unit.on_leaf_grad = self._leaf_grad
@@ -125,6 +130,10 @@ class Backward:
         else:
             self._agreement.begin(Ask.HOLD, about, "a backward inside no_sync")
         self._crew.phase = Phase.BACKWARD
+        beside = [each for each in _BEGUN if each is not self]
+        for each in (self, *beside):
+            each._alone = not beside
+        _BEGUN.add(self)
         self._count += 1
         self.current = None
         for unit in self._units:
@@ -139,7 +148,7 @@ class Backward:
         engine = torch.autograd.Variable._execution_engine
         end = EndOfBackward(self._finish)
         engine.queue_callback(end)
-        self._end = weakref.ref(end)  # autograd holds the callback for as long as it runs
+        self._end = weakref.ref(end, self._let_go)
 
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin(f"{unit.index}")
@@ -172,6 +181,7 @@ class Backward:
             for flat in self._reducer.flats:
                 flat.grads.hold_back()
         self._crew.phase = Phase.IDLE
+        _BEGUN.discard(self)
         if self._reduces:
             self._run_hooks()
 
@@ -193,11 +203,26 @@ class Backward:
 
     # --- exceptions ------------------------------------------------------------------------------
 
+    def _let_go(self, end: weakref.ref[EndOfBackward]) -> None:
+        """Have user code meet the sharded parameters again, should the backward have raised."""
+        if self._crew.phase is Phase.BACKWARD and end is self._end:
+            for unit in self._units:
+                unit.uninstall()
+
     @property
     def raised(self) -> bool:
         """Whether the last backward ended in an exception, and nothing was run since."""
         ended = self._end is None or self._end() is None
         return self._crew.phase is Phase.BACKWARD and ended
+
+    def _bring_others_back(self) -> None:
+        """Have models whose backward raised take part in what is left of it, before a meeting.
+
+        Where it did not raise, that came first. Of a backward through several models it is not
+        known what came in which order.
+        """
+        for each in [each for each in _BEGUN if each is not self and each._alone and each.raised]:
+            each._forwards.reset()
 
     def require_gradients(self) -> None:
         """Take in what the last backward's reduction said.
@@ -239,6 +264,7 @@ class Backward:
         """Forget what the next backward would go through."""
         self._crew.leave_all()
         self._crew.phase = Phase.IDLE
+        _BEGUN.discard(self)
         self.current, self._since, self._count = None, "", 0
         self._lost = False
 
@@ -259,6 +285,7 @@ class Backward:
                 self._crew.end_reductions(failed=True, strayed=strayed)
                 self._lost = False
                 self._reducer.settle()
-        elif reduces:
+        elif self._crew.phase is Phase.BACKWARD:
             self._reducer.drop()
+        _BEGUN.discard(self)
         self.current = None

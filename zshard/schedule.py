@@ -58,8 +58,7 @@ class Schedule:
         device: torch.device,
     ) -> None:
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
-        self.precision, self.root = precision, units[0]
-        self.device = device
+        self.precision, self.root, self.device = precision, units[0], device
         self.reducer = Reducer(units, comm, pool, device)
         self.buffers = Buffers(model, comm)
         self.structure = Structure(model)
@@ -109,6 +108,7 @@ class Schedule:
         elif not inside_backward():
             if self.crew.phase is not Phase.IDLE:  # the last forward or backward raised
                 self.reset()
+            self.reducer.settle()  # a failure elsewhere must not show in the middle of a backward
             self.structure.check_unchanged()
             self._forget_last_forward()
             self._begin_forward()
