@@ -14,6 +14,7 @@ from torch import Tensor
 
 import zshard
 from zshard.comm import Tag
+from zshard.phase import Phase
 from zshard.unit import State
 from zshard.wrap import schedule_of
 
@@ -151,6 +152,18 @@ def test_a_transition_that_the_table_does_not_list_is_refused_by_name() -> None:
     assert unit.state is State.GATHERED
     with pytest.raises(zshard.StateError, match=r"GATHERED.*cannot become GATHERED"):
         unit.wait()
+
+
+def test_a_phase_that_cannot_follow_another_is_refused_by_name() -> None:
+    crew = schedule_of(build()).crew
+    crew.turn_to(Phase.FORWARD)
+    with pytest.raises(zshard.StateError, match=r"in the root's forward.*cannot become FORWARD"):
+        crew.turn_to(Phase.FORWARD)
+    crew.turn_to(Phase.BACKWARD)
+    with pytest.raises(zshard.StateError, match=r"in a backward.*cannot become FORWARD"):
+        crew.turn_to(Phase.FORWARD)
+    crew.turn_to(Phase.IDLE)
+    assert crew.phase is Phase.IDLE
 
 
 def delay(device: str, delays: random.Random) -> None:

@@ -6,6 +6,7 @@ and a barrier blocks the host. All else is the code that GPUs run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import Record, assert_close, assert_same_bits
 
 import zshard
-from zshard import transport
+from zshard import ops, transport
 from zshard.groups import Ranks
 from zshard.shared import Arena
 from zshard.symmetric import Extent, SymmetricRanks
@@ -235,6 +236,38 @@ def test_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(where: str)
     for said in run_ranks(without_memory, 2, where):
         assert said.startswith("rank 1 of 2: no symmetric memory of ")
         assert f"comm='peer': no {where}" in said and "comm='group'" in said
+
+
+def interrupted(rank: int, world_size: int, op: str) -> list[str]:
+    """A step between two barriers of which every rank is interrupted; a reset, and another step."""
+    take(Double())
+    model = zshard.wrap(torch.nn.Linear(4, 4), comm="peer")
+    says = []
+    for interrupt in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if interrupt:
+                patch.setattr(ops, op, raise_interrupt)
+            try:
+                model(torch.ones(1, 4)).sum().backward()
+                zshard.full_grad(model, "weight")
+            except (KeyboardInterrupt, zshard.CommError) as error:
+                says.append(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(zshard.Error):
+            zshard.reset(model)
+    return says
+
+
+def raise_interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("op", ["gather_cast_", "reduce_peers_"])
+def test_nothing_is_read_after_an_exception_between_barriers(op: str) -> None:
+    """The rank's next barrier would meet the other ranks' barrier before that."""
+    for first, then in run_ranks(interrupted, 2, op):
+        assert first == "KeyboardInterrupt: "
+        assert then.startswith("CommError: rank ")
+        assert "KeyboardInterrupt was raised on this rank between two barriers" in then
 
 
 def on_the_cpu(record: Record) -> Record:

@@ -129,7 +129,7 @@ class Backward:
                 raise
         else:
             self._agreement.begin(Ask.HOLD, about, "a backward inside no_sync")
-        self._crew.phase = Phase.BACKWARD
+        self._crew.turn_to(Phase.BACKWARD)
         beside = [each for each in _BEGUN if each is not self]
         for each in (self, *beside):
             each._alone = not beside
@@ -180,7 +180,7 @@ class Backward:
         else:
             for flat in self._reducer.flats:
                 flat.grads.hold_back()
-        self._crew.phase = Phase.IDLE
+        self._crew.turn_to(Phase.IDLE)
         _BEGUN.discard(self)
         if self._reduces:
             self._run_hooks()
@@ -263,7 +263,7 @@ class Backward:
     def forget(self) -> None:
         """Forget what the next backward would go through."""
         self._crew.leave_all()
-        self._crew.phase = Phase.IDLE
+        self._crew.turn_to(Phase.IDLE)
         _BEGUN.discard(self)
         self.current, self._since, self._count = None, "", 0
         self._lost = False

@@ -10,7 +10,7 @@ from torch.autograd.profiler import record_function
 
 from .comm import Comm, Tag
 from .errors import StateError
-from .phase import Phase
+from .phase import NEXT_PHASES, Phase
 from .reduction import Reducer
 from .unit import State, Unit
 
@@ -21,7 +21,7 @@ class Crew:
     """Gathers, frees and reduces units; decides nothing.
 
     Attributes:
-        phase: where in a step the model is.
+        phase: where in a step the model is; ``turn_to`` alone changes it.
         step: backwards that were reduced so far.
     """
 
@@ -29,6 +29,19 @@ class Crew:
         self._root, self._comm, self._reducer = units[0], comm, reducer
         self.phase = Phase.IDLE
         self.step = 0
+
+    def turn_to(self, phase: Phase) -> None:
+        """Have the model be in ``phase`` from now on.
+
+        Raises:
+            StateError: if what it is in cannot lead there.
+        """
+        if phase not in NEXT_PHASES[self.phase]:
+            raise StateError(
+                f"the model is {self.phase.value}, which cannot become {phase.name} "
+                f"({phase.value}). Call zshard.reset(model) first."
+            )
+        self.phase = phase
 
     @property
     def has_peers(self) -> bool:

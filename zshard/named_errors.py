@@ -33,12 +33,15 @@ class NamedErrors(NamedTuple):
             self.comm.broken = True
             unnamed = neighbours is not None and not isinstance(error, Missed)
             ended = neighbours.ended() if neighbours is not None and unnamed else ""
-            cause = (
-                "This rank's device is out of memory, and the other ranks wait for it."
-                if isinstance(error, torch.OutOfMemoryError)
-                else "Another rank has stopped, or runs a different model or order of units; look "
-                "at the first error among the ranks' logs."
-            )
+            if isinstance(error, torch.OutOfMemoryError):
+                cause = "This rank's device is out of memory, and the other ranks wait for it."
+            elif isinstance(error, Missed):
+                cause = "The first error among the ranks' logs may say more."
+            else:
+                cause = (
+                    "Another rank has stopped, or runs a different model or order of units; look "
+                    "at the first error among the ranks' logs."
+                )
             raise CommError(
                 f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
                 f"{error}.{ended} {cause}"

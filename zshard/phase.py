@@ -20,6 +20,14 @@ class Phase(enum.Enum):
     BACKWARD = "in a backward through the model"
 
 
+# Where a phase may lead. A reset may find the model IDLE; a backward inside forward ends FORWARD.
+NEXT_PHASES = {
+    Phase.IDLE: (Phase.IDLE, Phase.FORWARD, Phase.BACKWARD),
+    Phase.FORWARD: (Phase.IDLE, Phase.BACKWARD),
+    Phase.BACKWARD: (Phase.IDLE,),
+}
+
+
 class EndOfBackward:
     """What autograd calls at the end of a backward, if that has not raised.
 

@@ -112,8 +112,8 @@ class Schedule:
             self.structure.check_unchanged()
             self._forget_last_forward()
             self._begin_forward()
-            self.crew.phase, self._handled = Phase.FORWARD, sys.exc_info()[1]
-            self._order, self._kept = [], None
+            self.crew.turn_to(Phase.FORWARD)
+            self._order, self._kept, self._handled = [], None, sys.exc_info()[1]
         self.root.passage.enter((args, kwargs))
         self.obtain(self.root)
         self.crew.enter("forward", self.root)
@@ -154,7 +154,7 @@ class Schedule:
         if self.crew.phase is Phase.FORWARD:
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
-            self.crew.phase = Phase.IDLE
+            self.crew.turn_to(Phase.IDLE)
         if not self._watch(self.root, output):
             for unit in self.units:
                 self.crew.release(unit)
@@ -310,7 +310,7 @@ class Schedule:
         self.agreement.abandon()
         for unit in self.units:
             self.crew.release(unit)
-        self.crew.phase = Phase.IDLE
+        self.crew.turn_to(Phase.IDLE)
 
     # --- what may be called now ------------------------------------------------------------------
 

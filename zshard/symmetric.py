@@ -7,13 +7,16 @@ are on one lane and all reductions on another, in one order on all ranks, and ea
 channel of barriers for itself. The kernel between the barriers of a reduction is the caller's sum.
 
 A rank that does not come has the barriers of the others trap at the group's timeout, which ends
-their CUDA contexts: later calls raise, and name what was called, not who was missing.
+their CUDA contexts: later calls raise, and name what was called, not who was missing. Nor does one
+come again that an exception has taken from between two barriers, out of a signal's handler say: its
+next barrier would meet the others' one before, and what is read be torn.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,7 +26,7 @@ from . import ops
 from .errors import WrapError
 from .groups import Ranks
 from .messages import Work
-from .neighbours import timeout_of
+from .neighbours import Missed, timeout_of
 from .pool import aligned
 from .streams import Mark, compute_waits, mark_here
 
@@ -88,6 +91,26 @@ class _Part(NamedTuple):
     whole: bool  # it is a full buffer, of which every rank lends its own shard
 
 
+class _Attendance:
+    """A context in which an exception leaves a collective half done: none is begun after it."""
+
+    def __init__(self) -> None:
+        self._failed = ""
+
+    def __enter__(self) -> None:
+        if self._failed:
+            raise Missed(
+                f"{self._failed} was raised on this rank between two barriers of an earlier one; "
+                "start the processes anew, from the last checkpoint"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is not None and not self._failed:
+            self._failed = kind.__name__
+
+
 class SymmetricRanks(Ranks):
     """Ranks of one host whose GPUs read each other's memory; one for each model."""
 
@@ -107,6 +130,7 @@ class SymmetricRanks(Ranks):
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}  # by address and bytes
         self._read: dict[int, Mark] = {}  # by address: when the last gather of it had been read
         self._mailbox: torch.Tensor | None = None  # for what was not made by `empty`
+        self._attendance = _Attendance()
 
     # --- what is lent ----------------------------------------------------------------------------
 
@@ -151,13 +175,19 @@ class SymmetricRanks(Ranks):
         """What is small, and what the host is told."""
         return op not in ("all_gather", "reduce_scatter")
 
+    def attending(self) -> AbstractContextManager[None]:
+        """See [Note: a collective over symmetric memory]."""
+        return self._attendance
+
     def reclaim(self, lent: torch.Tensor) -> None:
         """Have the compute stream wait until nobody reads ``lent`` any more."""
-        compute_waits(self._read.pop(lent.data_ptr(), None))
+        with self._attendance:
+            compute_waits(self._read.pop(lent.data_ptr(), None))
 
     def release(self, lent: torch.Tensor) -> None:
         """Say that this rank has read what others lend where it lends ``lent``."""
-        self._meeting.barrier(_REDUCTIONS)
+        with self._attendance:
+            self._meeting.barrier(_REDUCTIONS)
 
     def give_back(self, lent: torch.Tensor) -> None:
         """Let go of an extent that ``lent`` has for itself; what is small stays."""
@@ -199,13 +229,14 @@ class SymmetricRanks(Ranks):
         self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """Copy what every rank lends where this one lends ``shard`` (S,) into ``full`` (N * S,)."""
-        channel = _GATHERS
-        if self._find(shard) is None:
-            channel, shard = _MAIL, self._mail(shard)
-        self._meeting.barrier(channel)
-        ops.gather_cast_(full.view(_COPIED), self._shards(shard))
-        self._meeting.barrier(channel)
-        self._read[shard.data_ptr()] = mark_here(self.device)
+        with self._attendance:
+            channel = _GATHERS
+            if self._find(shard) is None:
+                channel, shard = _MAIL, self._mail(shard)
+            self._meeting.barrier(channel)
+            ops.gather_cast_(full.view(_COPIED), self._shards(shard))
+            self._meeting.barrier(channel)
+            self._read[shard.data_ptr()] = mark_here(self.device)
         return None
 
     def _mail(self, shard: torch.Tensor) -> torch.Tensor:
@@ -232,5 +263,6 @@ class SymmetricRanks(Ranks):
         self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
     ) -> Work | None:
         """Lend ``packed``; what others lend is read where it lies, before ``release``."""
-        self._meeting.barrier(_REDUCTIONS)
+        with self._attendance:
+            self._meeting.barrier(_REDUCTIONS)
         return None
