@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import models
 import pytest
 import torch
@@ -105,18 +107,59 @@ def test_between_forward_and_backward_the_modules_hold_sharded_parameters() -> N
 class Written(Block):
     """Changes its weight in forward, as some quantisers do."""
 
+    def __init__(self, write: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.write = write
+
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.up.weight.clamp_(-0.1, 0.1)
+        self.write(self.up.weight)
         return super().forward(x)
 
 
-def test_a_parameter_written_in_forward_is_an_error_and_not_lost() -> None:
+@torch.no_grad()
+def clamp(weight: nn.Parameter) -> None:
+    weight.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        clamp,
+        lambda weight: weight.detach().mul_(0.5),
+        lambda weight: weight.data.mul_(0.5),
+        lambda weight: weight.data[0].zero_(),
+        lambda weight: torch.nn.init.zeros_(weight.data),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_parameter_written_in_forward_is_an_error_and_not_lost(
+    strategy: str, write: Callable[[nn.Parameter], object]
+) -> None:
     model = Blocks()
-    model.blocks = nn.ModuleList(Written() for _ in range(2))
-    zshard.wrap(model)
+    model.blocks = nn.ModuleList(Written(write) for _ in range(2))
+    zshard.wrap(model, strategy=strategy)
     with pytest.raises(zshard.StateError, match=r"forward changed one of blocks\.0.*in place"):
         model(batch(0, 0))
+
+
+class Measured(Block):
+    """Divides by the norm of its weight, a constant to autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.up.weight.data.norm()
+
+
+def test_data_may_be_read_in_forward() -> None:
+    sides = []
+    for wrap in (lambda model: model, zshard.wrap):
+        torch.manual_seed(0)
+        model = Blocks()
+        model.blocks = nn.ModuleList(Measured() for _ in range(3))
+        sides.append(wrap(model))
+    plain, wrapped = sides
+    assert torch.equal(one_step(wrapped, 0, 0), one_step(plain, 0, 0))
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(wrapped, name), param.grad), name
 
 
 class Prompt(nn.Module):

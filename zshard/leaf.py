@@ -26,6 +26,25 @@ _TRUE_OF_THE_DEAD = {
 }
 
 
+class LiveLeaf(Parameter):
+    """A whole parameter while its unit is gathered."""
+
+    # Torch's functions as they are.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values without autograd, under the version counter that tells of a change in place.
+
+        torch's would have one of its own, and what is written through it would be lost unnoticed.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
 class DeadLeaf(Parameter):
     """A whole parameter whose unit is not gathered."""
 
@@ -52,7 +71,7 @@ class DeadLeaf(Parameter):
 
 def set_alive(leaves: Sequence[Parameter], alive: bool) -> None:
     """Say whether the memory of ``leaves`` holds their values."""
-    kind = Parameter if alive else DeadLeaf
+    kind = LiveLeaf if alive else DeadLeaf
     for leaf in leaves:
         leaf.__class__ = kind
 

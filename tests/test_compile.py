@@ -1,0 +1,118 @@
+"""torch.compile of a wrapped model or its blocks: the same training, and nothing compiled anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import models
+import pytest
+import torch
+from models import Block, Blocks
+from ranks import run_ranks
+from steps import batch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+
+kSteps = 4
+# What inductor compiles, forward and backward apart, run as it is.
+compiled = partial(torch.compile, backend="aot_eager")
+
+
+class Checkpointed(Block):
+    """Recomputed in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+# Each returns what is to be called.
+Change = Callable[[Blocks], nn.Module]
+
+
+def unchanged(model: Blocks) -> nn.Module:
+    return model
+
+
+def compile_blocks(model: Blocks) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def replace_blocks(model: Blocks) -> nn.Module:
+    model.blocks = nn.ModuleList(map(compiled, model.blocks))
+    return model
+
+
+def compile_model(model: Blocks) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def losses(
+    rank: int, before: Change, after: Change, block: type[Block], **options: object
+) -> tuple[list[float], list[int]]:
+    """Losses of training steps, and how many graphs there were after each."""
+    counters.clear()
+    torch.manual_seed(0)
+    model = Blocks(block=block)
+    zshard.wrap(before(model), **options)
+    run = after(model)
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    found, graphs = [], []
+    for step in range(kSteps):
+        loss = models.loss_of(run, batch(rank, step))
+        loss.backward()
+        zshard.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+        graphs.append(counters["stats"]["unique_graphs"])
+    return found, graphs
+
+
+def on_both_sides(
+    rank: int,
+    world_size: int,
+    before: Change,
+    after: Change,
+    block: type[Block],
+    options: dict[str, object],
+) -> tuple[list[float], list[float], list[int]]:
+    eager, none = losses(rank, unchanged, unchanged, block, **options)
+    assert set(none) == {0}
+    found, graphs = losses(rank, before, after, block, **options)
+    return eager, found, graphs
+
+
+kWays = {
+    "blocks before wrap": (compile_blocks, unchanged),
+    "blocks after wrap": (unchanged, compile_blocks),
+    "blocks replaced": (replace_blocks, unchanged),
+    "model before wrap": (compile_model, unchanged),
+    "model after wrap": (unchanged, compile_model),
+    "torch.compile(model)": (unchanged, compiled),
+}
+kOptions: list[dict[str, object]] = [
+    {"comm": "group", "strategy": "zero2", "units": "model"},
+    {"precision": zshard.Precision.bf16()},
+]
+kCases = [
+    *((way, Block, {}) for way in kWays),
+    *(("blocks before wrap", Block, options) for options in kOptions),
+    *((way, Checkpointed, {}) for way in ("blocks before wrap", "torch.compile(model)")),
+]
+
+
+@pytest.mark.parametrize(("way", "block", "options"), kCases)
+def test_a_compiled_model_trains_alike_and_is_compiled_once(
+    way: str, block: type[Block], options: dict[str, object]
+) -> None:
+    for eager, found, graphs in run_ranks(on_both_sides, 2, *kWays[way], block, options):
+        assert found == pytest.approx(eager, rel=2e-2 if "precision" in options else 1e-5)
+        assert graphs[0] > 0
+        assert graphs[1:] == [graphs[1]] * (kSteps - 1), "a step was compiled anew"
