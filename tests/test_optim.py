@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from ranks import run_ranks
+from steps import batch
 from torch import nn
 from torch.optim import lr_scheduler
 from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
@@ -316,3 +317,23 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_with_the_way_out(name
 
     with pytest.raises(zshard.ShardedAccessError, match="full_params"):
         optimizer.step(closure)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_torchs_optimizer_with_states_of_whole_tensors_is_told_what_takes_them(
+    foreach: bool,
+) -> None:
+    plain = models.Blocks()
+    models.loss_of(plain, batch(0, 0)).backward()
+    before = torch.optim.AdamW(plain.parameters(), foreach=foreach)
+    before.step()
+    plain.zero_grad()
+    model = zshard.wrap(plain)
+    after = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    after.load_state_dict(before.state_dict())
+    models.loss_of(model, batch(0, 1)).backward()
+    with pytest.raises(zshard.ShardedAccessError, match="which zshard's optimizers take"):
+        after.step()
+    optimizer = zshard.AdamW(model.parameters())
+    optimizer.load_state_dict(before.state_dict())
+    optimizer.step()

@@ -196,8 +196,9 @@ def _local_of(func: Any, first: Sharded, changed: list[Sharded]) -> Callable[[ob
                 f"{func._schema.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
                 f"{tuple(x.shape)}. In a forward: the parameter is used outside the module of its "
                 f"unit {first.flat.unit_label!r}; make the module that uses it a unit "
-                "(zshard.wrap(units=...)). In an optimizer: its state was made before zshard.wrap. "
-                "Elsewhere: work on whole parameters inside zshard.full_params(model)."
+                "(zshard.wrap(units=...)). In an optimizer: its state is of whole tensors, made "
+                "before zshard.wrap or loaded from a plain state_dict, which zshard's optimizers "
+                "take. Elsewhere: work on whole parameters inside zshard.full_params(model)."
             )
         return x
 
