@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import weakref
+from collections.abc import Callable
 
 import models
 import pytest
@@ -238,10 +239,19 @@ def test_more_ranks_than_can_read_each_other_take_the_group() -> None:
         assert "3 ranks, where 2 is the most" in refused
 
 
-def test_what_a_device_lacks_is_not_put_down_to_other_ranks() -> None:
+def lack_of_a_device() -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+def lack_of_the_host() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("lack", [lack_of_a_device, lack_of_the_host])
+def test_what_a_rank_lacks_is_not_put_down_to_other_ranks(lack: Callable[[], None]) -> None:
     comm = schedule_of(zshard.wrap(torch.nn.Linear(4, 4))).comm
-    said = r"all_gather in gather of unit 'root'.*no room\. This rank's device is out of memory"
+    said = r"all_gather in gather of unit 'root'(.|\n)*This rank is out of memory"
     named = comm.named_errors("all_gather", Tag(0, "gather", "root"))
     with pytest.raises(zshard.CommError, match=said) as caught, named:
-        raise torch.OutOfMemoryError("no room")
+        lack()
     assert "Another rank" not in str(caught.value)

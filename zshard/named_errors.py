@@ -33,8 +33,8 @@ class NamedErrors(NamedTuple):
             self.comm.broken = True
             unnamed = neighbours is not None and not isinstance(error, Missed)
             ended = neighbours.ended() if neighbours is not None and unnamed else ""
-            if isinstance(error, torch.OutOfMemoryError):
-                cause = "This rank's device is out of memory, and the other ranks wait for it."
+            if _says_out_of_memory(error):
+                cause = "This rank is out of memory, and the other ranks wait for it."
             elif isinstance(error, Missed):
                 cause = "The first error among the ranks' logs may say more."
             else:
@@ -46,3 +46,8 @@ class NamedErrors(NamedTuple):
                 f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
                 f"{error}.{ended} {cause}"
             ) from error
+
+
+def _says_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed; torch's of a CPU's memory has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
