@@ -1,6 +1,13 @@
 """Backward, unit by unit: from the first gradient that reaches an output to the last reduction.
 
 [Note: one step] in schedule.py has the order of events.
+
+[Note: after an exception]
+It is this rank's alone, and the others do not know of it. So it *aborts* the phase, of which
+nothing is learned; takes part in what is left of it, and tells the others at the end; and
+*abandons* what it had under way. Gradients are *dropped*, on every rank. To *forget* is for all
+ranks at once, after [Note: giving up] in recovery.py: no collective is left, and what was learned
+is gone.
 """
 
 from __future__ import annotations
@@ -269,7 +276,7 @@ class Backward:
         self._lost = False
 
     def abandon(self, strayed: bool) -> None:
-        """Leave the forward or backward under way; see ``Schedule.reset``."""
+        """Leave the forward or backward under way; see [Note: after an exception]."""
         self._agreement.abort()
         self._crew.leave_all()
         for flat in self._reducer.flats:
