@@ -11,6 +11,7 @@ from models import Block, Blocks
 from ranks import run_ranks
 from steps import batch, build, one_step
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import zshard
 
@@ -226,3 +227,36 @@ def test_nothing_is_learned_of_a_backward_that_raised() -> None:
     expected = run_ranks(aborted, 2, ())
     for fails in ((0,), (0, 1)):
         assert run_ranks(aborted, 2, fails) == expected
+
+
+def transformed(rank: int, world_size: int, comm: str) -> list[bool]:
+    model, told = build(comm=comm), []
+    x = batch(rank, 0)
+    for transform in (
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.func.jacfwd(model)(x),
+        lambda: torch.func.grad(lambda x: model(x).sum())(x),
+    ):
+        with pytest.raises(zshard.StateError, match=r"torch\.func transforms .* on one rank only"):
+            transform()
+        told.append(torch.equal(torch.func.vmap(model)(x), model(x)))
+    torch.manual_seed(0)
+    plain = Blocks()
+    tangents = []
+    for side in (model, plain):
+        with forward_ad.dual_level():
+            dual = side(forward_ad.make_dual(x, x))
+            tangents.append(forward_ad.unpack_dual(dual).tangent)
+    return [*told, torch.equal(*tangents)]
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_transforms_that_ranks_cannot_meet_in_are_refused_and_the_model_goes_on(comm: str) -> None:
+    assert run_ranks(transformed, 2, comm) == [[True] * 4] * 2
+
+
+def test_transforms_on_one_rank_are_the_plain_models() -> None:
+    torch.manual_seed(0)
+    plain, model, x = Blocks(), build(), batch(0, 0)
+    ours, theirs = (torch.func.jvp(side, (x,), (x,)) for side in (model, plain))
+    assert all(map(torch.equal, ours, theirs))

@@ -314,3 +314,34 @@ def listed(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameter_containers_are_part_of_the_layer_that_reads_them(world_size: int) -> None:
     run_ranks(listed, world_size)
+
+
+class Hollow(nn.Module):
+    """With units="layer", a unit that owns nothing but a zero-size parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.nothing = nn.Linear(8, 8), nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.nothing.sum()
+
+
+def hollow(rank: int, world_size: int, strategy: str, comm: str) -> None:
+    plain, wrapped = pair(lambda: Stacked(Hollow), units="layer", strategy=strategy, comm=comm)
+    optimizer = zshard.AdamW(wrapped.parameters())
+    for _ in range(2):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        for side in (plain, wrapped):
+            side(kInput).square().sum().backward()
+        assert_same_grads(plain, wrapped)
+        with zshard.full_params(wrapped):
+            assert wrapped.blocks[0].nothing.shape == (0,)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_unit_may_own_no_element(strategy: str, comm: str) -> None:
+    run_ranks(hollow, 3, strategy, comm)

@@ -16,6 +16,7 @@ from .counters import CommStats
 from .groups import Ranks, groups_of
 from .messages import Together, Work
 from .named_errors import NamedErrors
+from .phase import require_untransformed
 from .refusal import Refusal
 from .simulated import ranks_of
 from .streams import Lane, Mark, compute_waits
@@ -289,6 +290,7 @@ class Comm:
         """Every rank's ``words`` (equally many), in the order of ``place``; the host waits."""
         if self.world == 1:
             return [list(words)]
+        require_untransformed()
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         for over in self.axes:
             sent = mine.nbytes * (over.size - 1)

@@ -90,7 +90,8 @@ class Flat:
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.resident: torch.Tensor | None = None
-        self.master = self._allocate(params, lent, stays=strategy.resident or comm.size == 1)
+        stays = strategy.resident or comm.size == 1 or self.layout.numel == 0
+        self.master = self._allocate(params, lent, stays=stays)
         self.sent = self.master.send.view(torch.uint8)
         self.grads = Gradients(self)
         self.aliases = Aliases(len(params))  # of parameters

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .errors import StateError
+
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -57,3 +59,19 @@ def calls_under_way(module: nn.Module) -> int:
             count += 1
         frame = frame.f_back
     return count
+
+
+def require_untransformed() -> None:
+    """Make sure that no transform of torch.func is under way that collectives cannot be part of.
+
+    Raises:
+        StateError: inside grad, vjp, jvp and what is made of them; vmap is none of these.
+    """
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    kinds = {level.key().name for level in levels}
+    if not kinds <= {"Vmap"}:
+        raise StateError(
+            f"torch.func transforms ({', '.join(sorted(kinds))}) of a wrapped model work on one "
+            "rank only: they would transform the communication between ranks. Use backward, "
+            "torch.autograd.grad, or torch.autograd.forward_ad."
+        )
