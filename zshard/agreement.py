@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 from .comm import Comm, Tag
 from .crew import Crew
 from .errors import StateError
-from .meeting import Ask, Message, refuse, refuse_trained
+from .meeting import OF_A_STEP, Ask, Message, refuse, refuse_trained, tell, trained_names
 from .program import Op, Program, Slot, learn
 from .unit import State, Unit
 
@@ -59,7 +59,7 @@ class Agreement:
         self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
         self._give_up = give_up
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
-        self._names: str | None = None  # of all that is trained
+        self._names = ""  # of all that is trained, once a backward has asked
         self._trained: list[int] = []  # units to be reduced, in the order of last resort
         self._programs: dict[tuple[int, ...], Program] = {}
         self._key: tuple[int, ...] = ()
@@ -72,6 +72,7 @@ class Agreement:
         self._ready_on: dict[int, set[int]] = {}  # unit -> places; where there is no program
         self._reduced: set[int] = set()
         self._aborted = False  # this rank left the phase by an exception
+        self._left_forward = False  # likewise, and the others may be about to differentiate it
         self._irregular = False  # somebody left the program, or there is none
         self._follows = False  # whether the phase began with a program
         self._loose = False  # whether ranks have left one, and so meet at the end of phases as well
@@ -111,10 +112,13 @@ class Agreement:
         self.before_meeting()
         # Backward meets units in about the reverse of the unit map's order.
         trained = [u.index for u in reversed(self._units) if u.trained] if reduces else []
-        names = self._trained_names() if reduces else ""
+        if reduces:
+            self._names = self._names or trained_names(self._units)
+        names = self._names if reduces else ""
         word = zlib.crc32(names.encode()) if reduces else word
         message = Message(self.number, ask, word, zlib.crc32(about.encode()))
         messages = self._meet(message, label)
+        self._left_forward = False
         if self._irregular:
             self._learn()
         if ask is Ask.CALL and len({message.digest for message in messages}) > 1:
@@ -147,7 +151,7 @@ class Agreement:
 
     def abort(self) -> None:
         """Note that this rank leaves the phase by an exception: nothing is learned of it."""
-        self._aborted = True
+        self._aborted, self._left_forward = True, self._key[:1] == (Ask.FORWARD,)
 
     def abandon(self) -> None:
         """Forget what is left of a phase that was aborted."""
@@ -290,9 +294,14 @@ class Agreement:
             if not asking:
                 if len({message.model for message in messages}) > 1:
                     self._refuse(f"{label}, of wrapped model {self.number}")
-                if len({message.ask for message in messages}) > 1:
+                asks = {message.ask for message in messages}
+                if len(asks) == 1:
+                    return messages
+                if not (self._left_forward and asks <= OF_A_STEP):
                     self._refuse(label)
-                return messages
+                # The others, whose backward is refused, come to the next forward, too.
+                tell(self._comm, f"{label}, after one that raised an exception")
+                continue
             for model in sorted({message.model for message in asking}):
                 _AGREEMENTS[self._comm.ranks, model]._serve(mine, messages)
             if mine in asking:
@@ -334,16 +343,7 @@ class Agreement:
 
     def forget_trained(self) -> None:
         """Parameters were frozen or unfrozen."""
-        self._names = None
-
-    def _trained_names(self) -> str:
-        """The parameters that require a gradient."""
-        if self._names is not None:
-            return self._names
-        flats = [flat for unit in self._units for flat in unit.flats]
-        pairs = [pair for flat in flats for pair in zip(flat.names, flat.trained, strict=True)]
-        self._names = "\n".join(name for name, trained in pairs if trained)
-        return self._names
+        self._names = ""
 
     def _refuse(self, label: str) -> None:
         self._irregular = False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from .comm import Comm, Tag
 from .errors import MismatchError
+from .unit import Unit
 
 
 class Ask(enum.IntEnum):
@@ -22,6 +24,9 @@ class Ask(enum.IntEnum):
     READY = 7
 
 
+OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD))
+
+
 class Message(NamedTuple):
     """One rank's part of a meeting."""
 
@@ -31,28 +36,41 @@ class Message(NamedTuple):
     digest: int = 0  # of what the phase depends on
 
 
-def refuse(comm: Comm, label: str) -> NoReturn:
-    """Say what each rank was about to do; every rank comes here.
+def tell(comm: Comm, label: str) -> str:
+    """What each rank was about to do; every rank comes here.
 
     Args:
         label: what this one was.
+    """
+    everyone = comm.all_gather_object(label, Tag(0, "agree", label))
+    return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
+
+
+def refuse(comm: Comm, label: str) -> NoReturn:
+    """Say what each rank was about to do; see ``tell``.
 
     Raises:
         MismatchError: always.
     """
-    everyone = comm.all_gather_object(label, Tag(0, "agree", label))
-    seen = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
+    seen = tell(comm, label)
     raise MismatchError(
         f"the ranks are about to do different things: {seen}. Every rank has to run the same "
         "forwards, backwards, steps and calls of zshard, of the same models, in the same order."
     )
 
 
+def trained_names(units: Sequence[Unit]) -> str:
+    """The parameters that require a gradient, one a line."""
+    flats = [flat for unit in units for flat in unit.flats]
+    pairs = [pair for flat in flats for pair in zip(flat.names, flat.trained, strict=True)]
+    return "\n".join(name for name, trained in pairs if trained)
+
+
 def refuse_trained(comm: Comm, names: str) -> NoReturn:
     """Say which parameter is trained on some ranks alone; every rank comes here.
 
     Args:
-        names: of this rank's trained parameters, one a line.
+        names: of this rank; see ``trained_names``.
 
     Raises:
         MismatchError: always.
