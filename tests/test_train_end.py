@@ -151,6 +151,26 @@ def test_a_killed_launcher_takes_its_ranks_with_it(endless: Endless) -> None:
     assert_gone(ranks)
 
 
+@linux
+def test_a_launcher_killed_at_once_takes_ranks_with_it_that_still_import(
+    fresh: list[object],
+) -> None:
+    process = subprocess.Popen(command("train", *fresh), env=environment())
+    ranks: list[int] = []
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while len(ranks) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            ranks = children(process.pid)
+        process.kill()
+        process.wait(timeout=60)
+        assert_gone(ranks)
+    finally:
+        process.kill()
+        for pid in filter(alive, ranks):
+            os.kill(pid, signal.SIGKILL)
+
+
 # --- SIGTERM: save and stop ---------------------------------------------------------------------
 
 

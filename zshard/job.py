@@ -29,7 +29,7 @@ from .errors import CommError, InputError
 # that SIGTERM ended. To Slurm and Kubernetes the job is not complete, and may be started again.
 STOPPED = 128 + signal.SIGTERM
 _DEADLINE = timedelta(minutes=5)  # of one collective; ranks wait for one another no longer
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ class Job:
 def _follow_parent() -> None:
     """Lets this rank be killed when the process that launched it dies, however it dies.
 
+    What zshard launches has done so before its imports; what torchrun launches comes here first.
     Only Linux can; elsewhere a killed launcher leaves ranks that train on.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

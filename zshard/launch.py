@@ -18,19 +18,28 @@ from pathlib import Path
 import torch
 
 from .errors import Error, InputError
-from .job import STOPPED, choose_device
+from .job import PR_SET_PDEATHSIG, STOPPED, choose_device
 
 LOST_PEER = 3  # exit status of a rank that only noticed another one's end
 _CPU_RANKS = 2
 _POLL_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 
+# What a rank runs, with the launcher's process id and the folder of its zshard as arguments.
 # `python -m zshard` would look for zshard in the current folder first, and in a checkout find the
-# one without the extension. The ranks import the zshard that started them.
-_BOOTSTRAP = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "sys.path[0] = sys.argv.pop(1); from zshard.cli import main; sys.exit(main())"
-)
+# one without the extension. The ranks import the zshard that started them; that takes seconds, so
+# before it they see to it that they end with the launcher, and end if it has ended already.
+_BOOTSTRAP = f"""
+import ctypes, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit({LOST_PEER})
+sys.path[0] = sys.argv.pop(1)
+from zshard.cli import main
+sys.exit(main())
+"""
 
 
 class LaunchError(Error):
@@ -135,7 +144,7 @@ def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
     package_parent = str(Path(__file__).resolve().parent.parent)
-    command = ("-u", "-c", _BOOTSTRAP, package_parent, *arguments)
+    command = ("-u", "-c", _BOOTSTRAP, str(os.getpid()), package_parent, *arguments)
     # The agent's loggers tell how it ends the ranks; the error raised here says why, in one line.
     logging.disable(logging.ERROR)
     try:
