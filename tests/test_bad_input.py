@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, Blocks
 from ranks import run_ranks
 from steps import batch
@@ -228,3 +230,40 @@ def unlike_models(rank: int, world_size: int, difference: str) -> str:
 def test_ranks_whose_models_differ_are_told_where_on_every_rank(difference: str, said: str) -> None:
     for message in run_ranks(unlike_models, 2, difference):
         assert said in message, message
+
+
+kWrong: list[dict[str, object]] = [
+    {"precision": "bf16"},
+    {"precision": torch.bfloat16},
+    {"units": 5},
+    {"ignored": 5},
+    {"ignored": [5]},
+    {"ignored": [nn.Parameter(torch.ones(1))]},
+    {"device": "nonsense"},
+    {"mesh": dist.GroupMember.NON_GROUP_MEMBER},
+]
+
+
+@pytest.mark.parametrize("arguments", kWrong, ids=str)
+def test_arguments_that_cannot_be_used_are_refused_and_the_model_stays_plain(
+    arguments: dict[str, object],
+) -> None:
+    model = Blocks()
+    with pytest.raises(zshard.InputError, match=next(iter(arguments))):
+        zshard.wrap(model, **arguments)
+    goes_on(zshard.wrap(model))
+
+
+def test_other_arguments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    model = zshard.wrap(Blocks())
+    for name, use in {
+        "cast_inputs": lambda: zshard.Precision(cast_inputs=5),
+        "max_norm": lambda: zshard.clip_grad_norm_(model, "a"),
+        "method": lambda: zshard.method(model, 5),
+        "rename": lambda: zshard.load_weights(model, tmp_path, rename={"a": "b"}),
+    }.items():
+        with pytest.raises(zshard.InputError, match=name):
+            use()
+    with pytest.raises(zshard.StateError, match="assign=True"):
+        model.load_state_dict(Blocks().state_dict(), assign=True)
+    goes_on(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import SupportsFloat
 
 import torch
 from torch import nn
@@ -46,6 +47,8 @@ def clip_grad_norm_(
             gradients are left as they are.
     """
     schedule, params = _resolve(model_or_params)
+    if not isinstance(max_norm, SupportsFloat):
+        raise InputError(f"max_norm={max_norm!r}: expected a number")
     if not norm_type > 0:
         raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
     schedule.backward.require_gradients()

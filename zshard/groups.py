@@ -257,4 +257,6 @@ def groups_of(
         )
     if isinstance(mesh, dist.ProcessGroup):
         return None, mesh
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InputError("mesh: this rank is not a member of the process group")
     raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup, or a 1-D or 2-D DeviceMesh")

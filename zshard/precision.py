@@ -55,6 +55,8 @@ class Precision:
                 raise InputError(f"Precision({field}={dtype!r}): expected None or one of {names}")
         if self.master not in ("fp32", "split"):
             raise InputError(f"Precision(master={self.master!r}): expected 'fp32' or 'split'")
+        if not isinstance(self.cast_inputs, bool):
+            raise InputError(f"Precision(cast_inputs={self.cast_inputs!r}): expected True or False")
         if self.master == "split" and self.compute not in (None, torch.bfloat16):
             raise InputError(
                 f"Precision(compute={self.compute}, master='split'): the upper plane of a split "

@@ -43,7 +43,7 @@ def method(model: nn.Module, name: str) -> Callable[..., Any]:
         InputError: if the model has no such method.
     """
     schedule = schedule_of(model)
-    function = getattr(model, name, None)
+    function = getattr(model, name, None) if isinstance(name, str) else None
     if not callable(function) or name == "forward":
         raise InputError(
             f"zshard.method: {type(model).__name__} has no method {name!r} to be called in place "

@@ -111,7 +111,7 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
         return []
     if units == "layer":
         return _layers(modules)
-    if isinstance(units, str):
+    if isinstance(units, str) or not (callable(units) or isinstance(units, Iterable)):
         raise InputError(
             f"units={units!r}: expected None, 'model', 'layer', module classes, names, or a "
             "callable (name, module) -> bool"

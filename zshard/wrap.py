@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -12,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import agree
 from .comm import Comm
-from .errors import InputError, WrapError
+from .errors import InputError, StateError, WrapError
 from .flat import Flat
 from .heap import keep_freed
+from .hooks import ModuleHook
 from .materialize import (
     InitFn,
     Materializer,
@@ -104,12 +106,12 @@ def wrap(
 
         After any other error the model is as it was, and the other ranks have one, too.
     """
-    precision = precision or Precision()
+    precision = Precision() if precision is None else precision
     specs: list[UnitSpec] = []
     strategies: list[Strategy] = []
     where, failure = None, None
     try:
-        _check_arguments(model, comm, prefetch, init, device, init_fn)
+        _check_arguments(model, precision, comm, prefetch, init, device, init_fn)
         if device is not None:
             move(model, device)
         specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
@@ -161,7 +163,27 @@ def wrap(
     schedule = Schedule(model, built, transport, pool, precision, prefetch, where)
     schedule.unusable = unusable
     setattr(model, _SCHEDULE, schedule)
+    hook = ModuleHook(partial(_before_load_state_dict, schedule))
+    model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
     return model
+
+
+def _before_load_state_dict(
+    schedule: Schedule,
+    model: nn.Module,
+    state_dict: object,
+    prefix: str,
+    metadata: dict[str, object],
+    *_: object,
+) -> None:
+    """Refuse what load_state_dict would lose without a word."""
+    schedule.require_values("load_state_dict")
+    if metadata.get("assign_to_params_buffers") and not schedule.whole:
+        raise StateError(
+            "load_state_dict(assign=True) would put plain tensors in place of the sharded "
+            "parameters; without it, or inside zshard.full_params(model, write=True), the shards "
+            "take their values"
+        )
 
 
 def schedule_of(model: nn.Module) -> Schedule:
@@ -180,6 +202,7 @@ def schedule_of(model: nn.Module) -> Schedule:
 
 def _check_arguments(
     model: object,
+    precision: object,
     comm: object,
     prefetch: object,
     init: object,
@@ -190,16 +213,25 @@ def _check_arguments(
         raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
     if hasattr(model, _SCHEDULE):
         raise WrapError("this model is wrapped already; wrap a model once")
+    if not isinstance(precision, Precision):
+        raise InputError(f"precision={precision!r}: expected a zshard.Precision, or None")
     if comm not in get_args(Transport):
         raise InputError(f"comm={comm!r}: expected 'auto', 'group' or 'peer'")
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise InputError(f"prefetch={prefetch!r}: expected a whole number of units, 0 or more")
     if init not in ("check", "broadcast", "trust"):
         raise InputError(f"init={init!r}: expected 'check', 'broadcast' or 'trust'")
-    if device is not None and torch.device(device).type == "meta":
+    if device is not None and _type_of(device) == "meta":
         raise InputError("device='meta': expected a device to train on; see init_fn for meta")
     if init_fn is not None and not callable(init_fn):
         raise InputError(f"init_fn={init_fn!r}: expected a function of a module")
+
+
+def _type_of(device: torch.device | str) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={device!r}: {error}") from None
 
 
 def _device_of(model: object) -> torch.device | None:
@@ -212,13 +244,16 @@ def _ignored_parameters(
     model: nn.Module, ignored: Iterable[str | nn.Parameter | nn.Module]
 ) -> list[nn.Parameter]:
     named = dict(model.named_parameters(remove_duplicate=False))
+    own = {id(param) for param in named.values()}
     found: list[nn.Parameter] = []
+    if not isinstance(ignored, Iterable):
+        raise InputError(f"ignored={ignored!r}: expected a list of parameters, names or modules")
     for item in ignored:
-        if isinstance(item, nn.Parameter):
+        if isinstance(item, nn.Parameter) and id(item) in own:
             found.append(item)
         elif isinstance(item, nn.Module):
             found += item.parameters()
-        elif item in named:
+        elif isinstance(item, str) and item in named:
             found.append(named[item])
         else:
             raise InputError(f"ignored: the model has no parameter {item!r}")

@@ -60,6 +60,8 @@ def load_weights(
     work: list[tuple[str, Match]] = []
 
     def compare() -> None:
+        if rename is not None and not callable(rename):
+            raise InputError(f"rename={rename!r}: expected a function of a tensor's name")
         folder, stored = _find_weights(catalogue.absolute(path, resolve=False))
         named: dict[str, Stored] = {}
         for name, tensor in stored.items():
