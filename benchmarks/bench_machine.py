@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -296,6 +297,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     arguments = parser.parse_args(argv)
     if min(arguments.ranks, arguments.tokens) < 1:
         parser.error("--ranks and --tokens: whole numbers, 1 or more")
+    if not Path(arguments.output).absolute().parent.is_dir():
+        parser.error(f"--output {arguments.output}: there is no such folder")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     torch.set_num_threads(1)

@@ -267,3 +267,12 @@ def test_other_arguments_that_cannot_be_used_are_refused(tmp_path: Path) -> None
     with pytest.raises(zshard.StateError, match="assign=True"):
         model.load_state_dict(Blocks().state_dict(), assign=True)
     goes_on(model)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_torchs_clipping_is_refused_with_ours(foreach: bool) -> None:
+    model = zshard.wrap(Blocks())
+    goes_on(model)
+    with pytest.raises(zshard.ShardedAccessError, match=r"norm of .*Clip with zshard\.clip_grad_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+    goes_on(model)

@@ -61,6 +61,10 @@ def command(
         ("step --zshard zero2,zero2", "has one variant twice"),
         ("step --check-only --plot a.png", "--plot with --check-only: nothing is timed"),
         ("step --check-only --backend fake", "its losses mean nothing; use gloo or nccl"),
+        (
+            "machine --ranks 2 --output no/such.json",
+            "--output no/such.json: there is no such folder",
+        ),
         ("step --backend nccl --ranks 99", "--ranks 99: NCCL needs --device cuda and a GPU a rank"),
     ],
 )

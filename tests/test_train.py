@@ -144,6 +144,9 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--width", "50"], "width=50 is not a multiple of .* = 12: .*try width=60"),
         (["--steps", "0"], "--steps 0: it has to be 1 or more"),
         (["--lr", "nan"], "--lr nan: it has to be above 0"),
+        (["--lr", "inf"], "--lr inf: it has to be above 0, and finite"),
+        (["--weight-decay", "nan"], "--weight-decay nan: it has to be 0 or more"),
+        (["--seed", str(2**63)], "it has to be 9223372036854775807 or less"),
         (["--resume", "EMPTY"], "there is no whole checkpoint in there"),
     ],
 )

@@ -25,6 +25,7 @@ _ELEMENTWISE = frozenset(
 )
 _ZEROING = ("aten::zero_", "aten::_foreach_zero_")
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
 _NOT_ELEMENTWISE_FOREACH = re.compile(r"aten::_foreach_(norm|max|powsum)\b")
 
 
@@ -104,12 +105,18 @@ def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
             "alone, and ranks would skip different steps. Use zshard.GradScaler instead; it takes "
             "the same arguments."
         )
+    if name in _NORMS:
+        raise ShardedAccessError(
+            f"{name} of {sharded[0].fqn!r} would be the norm of this rank's part alone. Clip with "
+            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; or "
+            "work on whole parameters inside zshard.full_params(model)."
+        )
     raise ShardedAccessError(
         f"{name} needs the whole of {sharded[0].fqn!r} {tuple(sharded[0].shape)}, of which this "
         f"rank holds {sharded[0]._numel()} elements. In a forward: the parameter is used "
         f"outside the module of its unit {sharded[0].flat.unit_label!r}; make the module that uses "
         "it a unit (zshard.wrap(units=...)). Elsewhere: work on whole parameters inside "
-        "zshard.full_params(model); clip with zshard.clip_grad_norm_(model, ...)."
+        "zshard.full_params(model)."
     )
 
 

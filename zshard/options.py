@@ -14,6 +14,7 @@ from .precision import Precision
 from .resume import FOLDER, Origin, find_origin
 
 _WARMUP_SHARE, _FINAL_LR_SHARE = 0.05, 0.1
+_LARGEST_SEED = 2**63 - 1  # of torch's generators
 
 # What a resumed run may change: how it goes on, not what is trained on what; another model, text,
 # batch, rate or seed is another run. Some of it changes the losses, and the run says how.
@@ -77,8 +78,12 @@ class TrainOptions:
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
                 raise InputError(f"--{flag} {getattr(self, name)}: it has to be {least} or more")
-        if not self.lr > 0:
-            raise InputError(f"--lr {self.lr}: it has to be above 0")
+        if self.seed > _LARGEST_SEED:
+            raise InputError(f"--seed {self.seed}: it has to be {_LARGEST_SEED} or less")
+        if not 0 < self.lr < math.inf:
+            raise InputError(f"--lr {self.lr}: it has to be above 0, and finite")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InputError(f"--weight-decay {self.weight_decay}: it has to be 0 or more")
         if self.ranks is not None and self.ranks < 1:
             raise InputError(f"--ranks {self.ranks}: it has to be 1 or more")
         if self.size not in SIZES:
