@@ -245,3 +245,12 @@ def test_a_plan_checks_the_model_that_it_was_made_for_and_no_other(strategy: str
         assert "the plan has 1 units" in units
         assert "master of unit 'root'" in precision
         assert "optimizer of the model" in optimizer and "planned 0" in optimizer
+
+
+def test_a_plan_prints_a_line_for_each_strategy_and_what_fits() -> None:
+    made = zshard.plan(models.build("blocks"), 4, strategy="zero2", hbm=1e6)
+    heads, *lines = str(made).splitlines()[1:6]
+    assert "full buffers" in heads and "fewest devices" in heads
+    assert [line.split()[0] for line in lines] == kStrategies
+    assert "zero2 *" in lines[2] and "Into 0.001 GB over 4 ranks" in str(made)
+    assert "fits" not in str(zshard.plan(models.build("blocks"), 4))

@@ -115,6 +115,8 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     part = tmp_path / "0.json"
     with pytest.raises(zshard.InputError, match="both of rank 0"):
         zshard.merge_traces(tmp_path / "whole.json", [part, part])
+    with pytest.raises(zshard.InputError, match=r"parts='a\.json': expected a list"):
+        zshard.merge_traces(tmp_path / "all.json", "a.json")
     with pytest.raises(zshard.InputError, match="no parts"):
         zshard.merge_traces(tmp_path / "whole.json", [])
     others = [kNoRank.replace("{}", other) for other in ("5", '{"rank": [1]}')]

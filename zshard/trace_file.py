@@ -49,6 +49,8 @@ def merge_traces(path: str | PathLike[str], parts: Sequence[str | PathLike[str]]
         InputError: for a part that is no such file, two of one rank, or a path that cannot be
             written.
     """
+    if isinstance(parts, (str, PathLike)):
+        raise InputError(f"merge_traces: parts={parts!r}: expected a list of the ranks' files")
     contents = [_read(part) for part in parts]
     if not contents:
         raise InputError("merge_traces: there are no parts to be merged")

@@ -147,6 +147,12 @@ class Plan:
         """When that is: a phase and a unit, from the second step on."""
         return self.activations.at or "backward"
 
+    def __str__(self) -> str:
+        """What ``zshard plan`` prints."""
+        from .report import report  # not above: it is made of plans
+
+        return report(self, None if self.hbm is None else self.fit(), title="The model")
+
     @property
     def step_seconds(self) -> float | None:
         """Predicted time of a step; None without a batch."""
