@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
 import models
 import pytest
 import torch
 from ranks import run_ranks
+from steps import batch, build
 from torch import Tensor
 from training import Plain, Wrapped, adamw
 
@@ -29,7 +31,7 @@ class Planted(Exception):
     """Raised inside a forward, as user code might."""
 
 
-def raise_planted(gradient: Tensor) -> None:
+def raise_planted(*_: object) -> None:
     raise Planted
 
 
@@ -163,3 +165,54 @@ def test_a_random_sequence_of_actions_equals_ddp_bit_by_bit(seed: int) -> None:
         assert [what for what, _ in actual] == [what for what, _ in expected], drawn
         for index, ((what, ours), (_, theirs)) in enumerate(zip(actual, expected, strict=True)):
             assert torch.equal(ours, theirs), f"{drawn}: entry {index}, {what}"
+
+
+# --- exceptions ----------------------------------------------------------------------------------
+
+
+def fall(rank: int, world_size: int, seed: int, options: dict[str, object]) -> tuple[int, list]:
+    """A loop that goes on after every exception; each rank's steps that were made, and the end."""
+    rng = random.Random(seed)  # the same on all ranks: what they do is known to all of them
+    model = build(**options)
+    optimizer, made = adamw(model), 0
+    for index in range(12):
+        falls = index < 10 and rng.random() < 0.5
+        who = {each for each in range(world_size) if falls and rng.random() < 0.5}
+        where = rng.choice(["before units", "in a unit", "loss", "backward"]) * (rank in who)
+        held = rng.random() < 0.3
+        inside = model.blocks[1].up
+        handles = []
+        if where == "in a unit":
+            handles.append(inside.register_forward_hook(raise_planted))
+        elif where == "backward":
+            handles.append(inside.register_full_backward_hook(raise_planted))
+        try:
+            with zshard.no_sync(model) if held else nullcontext():
+                out = model(batch(rank, index)[:, : 2 if where == "before units" else 3])
+                if where == "loss":
+                    raise_planted()
+                out.square().sum().backward()
+            if not held:
+                zshard.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                made += 1
+        except (RuntimeError, Planted, zshard.Error):
+            zshard.reset(model)
+            with suppress(zshard.Error):
+                optimizer.zero_grad()
+        finally:
+            for handle in handles:
+                handle.remove()
+    return made, [zshard.full_param(model, name) for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_exceptions_of_any_ranks_anywhere_the_loops_are_in_step(seed: int) -> None:
+    rng = random.Random(seed)
+    options = {"comm": ("group", "peer")[seed % 2], "strategy": rng.choice(["zero3", "zero2"])}
+    (made, ours), *others = run_ranks(fall, rng.choice([2, 3]), seed, options)
+    assert made > 2
+    for also, theirs in others:
+        assert also == made
+        assert all(map(torch.equal, theirs, ours))
