@@ -148,18 +148,25 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--weight-decay", "nan"], "--weight-decay nan: it has to be 0 or more"),
         (["--seed", str(2**63)], "it has to be 9223372036854775807 or less"),
         (["--resume", "EMPTY"], "there is no whole checkpoint in there"),
+        (["--out", "SHORT/run"], "--out .*/SHORT/run: .*Not a directory"),
+        (["--plan", "--machine", "h1"], "machine='h1': expected one of a100, h100, h200"),
     ],
 )
 def test_bad_input_is_refused_with_its_value_and_a_remedy(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from zshard.cli import main
+    from zshard import cli
 
+    monkeypatch.setattr(cli, "launch", lambda *_: pytest.fail("ranks were started"))
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "SHORT").write_text("x" * 99)
-    paths = {"EMPTY": str(tmp_path / "EMPTY"), "SHORT": str(tmp_path / "SHORT")}
+    paths = {name: str(tmp_path / name) for name in ("EMPTY", "SHORT", "SHORT/run")}
     options = ["--ranks", "2", "--device", "cpu", "--out", str(tmp_path / "run")]
-    assert main(["train", *options, *[paths.get(a, a) for a in arguments]]) == 2
+    assert cli.main(["train", *options, *[paths.get(a, a) for a in arguments]]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
 

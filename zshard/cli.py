@@ -18,11 +18,13 @@ from .checkpoint.command import add_ckpt, run_ckpt
 from .data import check_size, find_files
 from .errors import CommError, Error, InputError
 from .gpt import SIZES
-from .job import Place
+from .job import Place, choose_device
 from .launch import LOST_PEER, InterruptedJob, choose_ranks, launch
 from .options import TrainOptions, resolve
+from .output import check_output
 from .planning.command import add_plan, run_plan
 from .steptrace import make_folder
+from .trainplan import plan_of
 
 _FAILED, _USAGE = 1, 2  # exit statuses
 
@@ -87,6 +89,9 @@ def _train(given: dict[str, object], arguments: Sequence[str], place: Place | No
         check_size(sum(file.stat().st_size for file in files), len(files), options.seq)
         if options.trace is not None:
             make_folder(options.trace)
+        if options.plan:
+            plan_of(options, ranks, choose_device(options.device))
+        check_output(options.out)
         if ranks > 1:
             return launch(ranks, arguments)
         place = Place()

@@ -14,6 +14,21 @@ from .metrics import read_metrics
 _RUNS = "runs"  # holds those that nobody gave a name
 
 
+def check_output(given: str | None) -> None:
+    """Make the folder, or the one that new ones go into, before any rank starts.
+
+    Raises:
+        InputError: if it cannot be made, or what a run has left there not be read.
+    """
+    folder = Path(given or _RUNS)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (metrics := folder / "metrics.jsonl").exists():
+            read_metrics(metrics)
+    except (OSError, InputError) as error:
+        raise InputError(f"--out {folder}: {error}") from error
+
+
 def output_folder(job: Job, given: str | None) -> Path:
     """Make the folder, ``given`` or a new one; every rank calls this.
 
@@ -23,13 +38,10 @@ def output_folder(job: Job, given: str | None) -> Path:
     made, problem = "", ""
     if job.rank == 0:
         try:
-            folder = Path(given) if given else _new_folder()
-            folder.mkdir(parents=True, exist_ok=True)
-            if (metrics := folder / "metrics.jsonl").exists():
-                read_metrics(metrics)
-            made = str(folder)
+            check_output(given)
+            made = given or str(_new_folder())
         except (OSError, InputError) as error:
-            problem = f"--out {given or _RUNS}: {error}"
+            problem = str(error)
     made, problem = cast("tuple[str, str]", job.gather((made, problem))[0])
     if problem:
         raise InputError(problem)
@@ -39,7 +51,6 @@ def output_folder(job: Job, given: str | None) -> Path:
 def _new_folder() -> Path:
     """A folder that no other run has, however many begin in one second."""
     runs, name = Path(_RUNS), f"{datetime.now():%Y-%m-%d-%H%M%S}"
-    runs.mkdir(exist_ok=True)
     for number in count(1):
         folder = runs / (name if number == 1 else f"{name}-{number}")
         try:
