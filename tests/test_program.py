@@ -6,21 +6,21 @@ import random
 
 import pytest
 
-from zshard.program import Op, Slot, learn
+from zshard.program import Op, Turn, learn
 
 
-def gathers(units: str) -> list[Slot]:
-    return [Slot(Op.GATHER, "abcdefgh".index(unit)) for unit in units]
+def gathers(units: str) -> list[Turn]:
+    return [Turn(Op.GATHER, "abcdefgh".index(unit)) for unit in units]
 
 
-def spelled(program: tuple[Slot, ...]) -> str:
+def spelled(program: tuple[Turn, ...]) -> str:
     names = "abcdefgh"
     return "".join(names[u] if op is Op.GATHER else names[u].upper() for op, u in program)
 
 
-def slots(text: str) -> list[Slot]:
+def turns(text: str) -> list[Turn]:
     return [
-        Slot(Op.GATHER if c.islower() else Op.REDUCE, "abcdefgh".index(c.lower())) for c in text
+        Turn(Op.GATHER if c.islower() else Op.REDUCE, "abcdefgh".index(c.lower())) for c in text
     ]
 
 
@@ -43,8 +43,8 @@ def test_a_program_has_what_every_rank_needs_in_its_order_and_each_reduction_onc
     old: str | None, needed: list[str], reduced: str, prefetch: int, expected: str
 ) -> None:
     program = learn(
-        None if old is None else tuple(slots(old)),
-        [slots(text) for text in needed],
+        None if old is None else tuple(turns(old)),
+        [turns(text) for text in needed],
         ["abcdefgh".index(unit) for unit in reduced],
         prefetch,
     )
@@ -61,5 +61,5 @@ def test_any_needs_are_contained_in_the_program_that_is_learned_of_them(seed: in
     program = learn(None, needed, [0, 1], rng.randrange(3))
     for sequence in needed:
         rest = iter(program)
-        assert all(slot in rest for slot in sequence)
-    assert [slot for slot in program if slot.op is Op.REDUCE] == slots("AB")
+        assert all(turn in rest for turn in sequence)
+    assert [turn for turn in program if turn.op is Op.REDUCE] == turns("AB")

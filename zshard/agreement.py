@@ -27,7 +27,7 @@ from .comm import Comm, Tag
 from .crew import Crew
 from .errors import StateError
 from .meeting import OF_A_STEP, Ask, Message, refuse, refuse_trained, tell, trained_names
-from .program import Op, Program, Slot, learn
+from .program import Op, Program, Turn, learn
 from .unit import State, Unit
 
 _PROGRAMS = 64  # kept at a time: ranks that never repeat themselves would learn one each step
@@ -44,7 +44,7 @@ class Agreement:
     Args:
         units: the unit map.
         prefetch: how many gathers are issued ahead.
-        crew: carries the slots out.
+        crew: carries the turns out.
         give_up: ends a backward that cannot go on, on every rank; see ``Schedule.reset``.
     """
 
@@ -64,9 +64,9 @@ class Agreement:
         self._programs: dict[tuple[int, ...], Program] = {}
         self._key: tuple[int, ...] = ()
         self._program: Program | None = None
-        self._at = 0  # the next slot of the program
+        self._at = 0  # the next turn of the program
         self._ahead: list[Unit] = []  # gathered ahead, in order, and not needed yet
-        self._needed: list[Slot] = []
+        self._needed: list[Turn] = []
         self._reduces = False  # whether the phase ends with every unit reduced
         self._ready: set[int] = set()  # complete on this rank
         self._ready_on: dict[int, set[int]] = {}  # unit -> places; where there is no program
@@ -173,31 +173,31 @@ class Agreement:
     @property
     def needed(self) -> str:
         """What this rank has needed in this phase, as text."""
-        return " ".join(str(slot.unit) for slot in self._needed)
+        return " ".join(str(turn.unit) for turn in self._needed)
 
     def expect_other_ways(self) -> None:
         """From now on, have no backward follow a program."""
         self._steady = False
 
-    # --- slots -----------------------------------------------------------------------------------
+    # --- turns -----------------------------------------------------------------------------------
 
     def need(self, unit: Unit) -> None:
         """Have ``unit`` gathered, or on the way."""
-        slot = Slot(Op.GATHER, unit.index)
-        self._needed.append(slot)
+        turn = Turn(Op.GATHER, unit.index)
+        self._needed.append(turn)
         if unit in self._ahead:
             while (skipped := self._ahead.pop(0)) is not unit:
                 self._crew.release(skipped)
             return
         self._discard_ahead()
-        if self._program is not None and slot not in self._program[self._at :]:
+        if self._program is not None and turn not in self._program[self._at :]:
             self._leave_program(unit)
         if self._program is None:
             self._meet(
                 Message(self.number, Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}"
             )
             return
-        while self._program[self._at] != slot:
+        while self._program[self._at] != turn:
             self._take_part()
         self._at += 1
         self._crew.gather(unit)
@@ -221,7 +221,7 @@ class Agreement:
 
     def ready(self, unit: Unit) -> None:
         """Note that all gradients of ``unit`` are there on this rank."""
-        self._needed.append(Slot(Op.REDUCE, unit.index))
+        self._needed.append(Turn(Op.REDUCE, unit.index))
         self._ready.add(unit.index)
         if self._program is not None:
             self._advance()  # no gather into its memory yet: a node may read a detached weight
@@ -244,7 +244,7 @@ class Agreement:
             self._reduce(unit)
 
     def _take_part(self) -> None:
-        """Carry out a slot that comes before what this rank needs."""
+        """Carry out a turn that comes before what this rank needs."""
         assert self._program is not None
         op, index = self._program[self._at]
         self._at += 1
@@ -335,7 +335,7 @@ class Agreement:
         gathered = self._comm.all_gather_object(needed, Tag(0, "agree", "program"))
         if None in gathered:
             return
-        everyone: list[list[Slot]] = gathered  # type: ignore[assignment]
+        everyone: list[list[Turn]] = gathered  # type: ignore[assignment]
         old = self._programs.pop(self._key, None)
         self._programs[self._key] = learn(old, everyone, self._trained, self._prefetch)
         while len(self._programs) > _PROGRAMS:

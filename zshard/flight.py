@@ -41,10 +41,16 @@ class Route(NamedTuple):
     packed: torch.Tensor  # (N * S,) reduce dtype
     stages: tuple[Stage, ...]  # none where there is a single rank
     last: Rows  # (C, n) reduce dtype: what the last sum reads
+    scale_packed: float  # of the gradients as they are packed
+    scale_sum: float  # of the last sum
 
     @classmethod
     def of(cls, flat: Flat, comm: Comm, pool: Pool, turn: int) -> Route:
-        """Lay out the reduction of ``flat``, which comes ``turn``-th in a backward."""
+        """Lay out the reduction of ``flat``, which is the ``turn``-th of those to be trained.
+
+        fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit gradients
+        after it, in fp32, so that the division rounds nothing away.
+        """
         dtype, layout = flat.dtypes.reduce, flat.layout
         name: Scratch = "chunks" if comm.shards.in_memory and turn % 2 else "packed"
         packed = pool.scratch(name, layout.numel * dtype.itemsize).view(dtype)
@@ -62,7 +68,9 @@ class Route(NamedTuple):
             stages.append(Stage(over, sent, chunks))
             sent = room[:n]  # the sum goes where nothing is read any more
         last = stages[-1].chunks if stages else packed.view(1, layout.numel)
-        return cls(packed, tuple(stages), last)
+        mean = 1.0 / comm.world
+        scales = (mean, 1.0) if dtype in (torch.float32, torch.float64) else (1.0, mean)
+        return cls(packed, tuple(stages), last, *scales)
 
     @staticmethod
     def bytes_of(flat: Flat, comm: Comm) -> dict[Scratch, int]:
@@ -82,15 +90,12 @@ class Flight:
     """A reduction under way; the gradients are packed.
 
     Args:
-        scale: of the last sum.
         stats: (2,) float64, for the sum of squares and the non-finite flag of the last sum.
     """
 
-    def __init__(
-        self, flat: Flat, route: Route, scale: float, stats: torch.Tensor, comm: Comm, tag: Tag
-    ) -> None:
+    def __init__(self, flat: Flat, route: Route, stats: torch.Tensor, comm: Comm, tag: Tag) -> None:
         self._flat, self._route, self._comm, self._tag = flat, route, comm, tag
-        self._scale, self._stats = scale, stats
+        self._stats = stats
         self._handle: Handle | None = None
         self._unread: Stage | None = None  # what was exchanged and is not summed yet
         self._gathers: list[Handle] = []
@@ -175,7 +180,7 @@ class Flight:
         piece = self._flat.layout.piece(replicas.rank).of(shard)
         with self._attending():
             with self._comm.summing(self._tag):
-                _sum(piece, self._route.last, self._scale, accumulate, self._stats)
+                _sum(piece, self._route.last, self._route.scale_sum, accumulate, self._stats)
             self._release()
         self._mark = self._comm.reduce_lane.mark()
         if shard.numel() == 0:

@@ -9,25 +9,25 @@ from typing import NamedTuple
 
 
 class Op(enum.Enum):
-    """What a slot of a program is."""
+    """What a turn does."""
 
     GATHER = "gather"
     REDUCE = "reduce"
 
 
-class Slot(NamedTuple):
-    """One unit's collective."""
+class Turn(NamedTuple):
+    """A unit's collective, as a program lists it."""
 
     op: Op
     unit: int  # index in the unit map
 
 
-Program = tuple[Slot, ...]
+Program = tuple[Turn, ...]
 
 
 def learn(
     old: Program | None,
-    needed: Sequence[Sequence[Slot]],
+    needed: Sequence[Sequence[Turn]],
     reduced: Sequence[int],
     prefetch: int,
 ) -> Program:
@@ -43,20 +43,20 @@ def learn(
     merged = _merge([old or (), *needed])
     if len(merged) > 2 * max(longest, 1):  # of other times than these
         merged = _merge(needed)
-    last = {slot: place for place, slot in enumerate(merged) if slot.op is Op.REDUCE}
+    last = {turn: place for place, turn in enumerate(merged) if turn.op is Op.REDUCE}
     once = [s for i, s in enumerate(merged) if s.op is Op.GATHER or last[s] == i]
-    placed = {slot.unit for slot in last}
-    once += [Slot(Op.REDUCE, unit) for unit in reduced if unit not in placed]
+    placed = {turn.unit for turn in last}
+    once += [Turn(Op.REDUCE, unit) for unit in reduced if unit not in placed]
     return _issue_ahead(once, prefetch)
 
 
-def _merge(sequences: Iterable[Sequence[Slot]]) -> list[Slot]:
+def _merge(sequences: Iterable[Sequence[Turn]]) -> list[Turn]:
     """A sequence in which each of ``sequences`` is contained, in order, if not contiguously."""
-    merged: list[Slot] = []
+    merged: list[Turn] = []
     for other in sequences:
         if _contains(merged, other):
             continue
-        out: list[Slot] = []
+        out: list[Turn] = []
         matcher = difflib.SequenceMatcher(None, merged, other, autojunk=False)
         for what, a, b, c, d in matcher.get_opcodes():
             out += merged[a:b]
@@ -66,19 +66,19 @@ def _merge(sequences: Iterable[Sequence[Slot]]) -> list[Slot]:
     return merged
 
 
-def _contains(sequence: Sequence[Slot], part: Sequence[Slot]) -> bool:
+def _contains(sequence: Sequence[Turn], part: Sequence[Turn]) -> bool:
     rest = iter(sequence)
-    return all(slot in rest for slot in part)
+    return all(turn in rest for turn in part)
 
 
-def _issue_ahead(slots: Sequence[Slot], prefetch: int) -> Program:
-    """``slots`` with every gather moved forward to where the one ``prefetch`` before is needed."""
-    gathers = [slot for slot in slots if slot.op is Op.GATHER]
-    out: list[Slot] = gathers[:prefetch]
+def _issue_ahead(turns: Sequence[Turn], prefetch: int) -> Program:
+    """``turns`` with every gather moved forward to where the one ``prefetch`` before is needed."""
+    gathers = [turn for turn in turns if turn.op is Op.GATHER]
+    out: list[Turn] = gathers[:prefetch]
     needed = 0
-    for slot in slots:
-        if slot.op is Op.REDUCE:
-            out.append(slot)
+    for turn in turns:
+        if turn.op is Op.REDUCE:
+            out.append(turn)
             continue
         needed += 1
         out += gathers[needed + prefetch - 1 : needed + prefetch]

@@ -40,7 +40,9 @@ class Reducer:
         self._in_flight: list[Flight] = []  # that use reduce buffers, in order
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
+        # Of every flat buffer, whether trained or not: the sum of squares, the non-finite flag.
         self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
+        self._stats_of = dict(zip(self.all_flats, self._stats.unbind(), strict=True))
         self._present: dict[Flat, list[bool]] = {}
         self._failed = False  # whether the backward has raised on this rank
         # Being all-reduced, float64. On the device: sum of squares, non-finite flag. On the host,
@@ -184,19 +186,13 @@ class Reducer:
                 route = self._route_of(flat)
                 while self._in_flight and not self._in_flight[0].leaves_free(route):
                     self._in_flight.pop(0).land()
-                # fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit
-                # gradients after it, in fp32, so that the division rounds nothing away.
-                early = flat.dtypes.reduce in (torch.float32, torch.float64)
-                mean = 1.0 / self._comm.world
                 self._comm.reclaim(route.packed, tag)
-                stats = self._stats[self.all_flats.index(flat)]
-                scale = 1.0 if early else mean
                 with self._comm.shards.attending():
                     with doing("pack", unit):
                         self._present[flat] = flat.grads.ready()
-                        flat.grads.pack(route.packed, mean if early else 1.0)
+                        flat.grads.pack(route.packed, route.scale_packed)
                     with doing("reduce", unit):
-                        flight = Flight(flat, route, scale, stats, self._comm, tag)
+                        flight = Flight(flat, route, self._stats_of[flat], self._comm, tag)
                     self._in_flight.append(flight)
                     self._flights.append(flight)
 
