@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import assert_same, content
-from train_command import TINY, losses, run, write_text
+from train_command import TINY, as_ranks, launched, losses, ran, write_text
 
 import zshard
 from zshard.checkpoint.inspect import summarize
@@ -29,7 +29,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Eight steps on two ranks without a break: its folder and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    done = run("train", *TINY, "--steps", 8, "--save-every", 4, "--data", text, "--out", out)
+    done = launched("train", *TINY, "--steps", 8, "--save-every", 4, "--data", text, "--out", out)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
@@ -72,8 +72,7 @@ def test_a_run_under_another_strategy_has_the_same_losses(
     whole_run: tuple[Path, str], text: Path, tmp_path: Path, strategy: str
 ) -> None:
     steps = ("--steps", 8, "--save-every", 4, "--strategy", strategy)
-    done = run("train", *TINY, *steps, "--data", text, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran("train", *TINY, *steps, "--data", text, "--out", tmp_path)
     assert losses(tmp_path, after=-1) == losses(whole_run[0], after=-1)
 
 
@@ -81,8 +80,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     whole_run: tuple[Path, str], tmp_path: Path
 ) -> None:
     out, _ = whole_run
-    done = run("train", "--resume", out / "checkpoints" / "step-00000004", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran("train", "--resume", out / "checkpoints" / "step-00000004", "--out", tmp_path)
     assert losses(tmp_path) == losses(out, after=4)
     assert_same_checkpoint(tmp_path, out, 8)
 
@@ -123,10 +121,9 @@ def test_one_rank_takes_the_steps_of_plain_torch(text: Path) -> None:
 def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
     text: Path, tmp_path: Path
 ) -> None:
-    options = ("--ranks", 1, "--precision", "bf16", "--accumulate", 2, "--tied-head")
+    options = ("--precision", "bf16", "--accumulate", 2, "--tied-head")
     more = ("--activation-checkpointing", "--steps", 30, "--data", text, "--out", tmp_path / "run")
-    done = run("train", *TINY, *options, *more)
-    assert done.returncode == 0, done.stderr
+    ran("train", *TINY, *options, *more, ranks=1)
     lines = losses(tmp_path / "run", after=-1)
     first, last = lines[0][2], lines[-1][2]
     assert first > 5 and last < first - 1, (first, last)
@@ -245,12 +242,11 @@ def test_a_run_resumes_on_more_ranks_with_another_strategy_and_precision_and_say
     shutil.copytree(whole_run[0], out)
     weights = out / "checkpoints" / "step-00000008" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    options = ("--ranks", 3, "--strategy", "ddp", "--precision", "bf16", "--keep", 1)
-    done = run("train", "--resume", out, *options)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^from: .*step-00000004, step 4$", done.stdout, re.M), done.stdout
-    assert re.search(r"not from .*step-00000008, which is not whole: .*bytes", done.stdout)
-    assert "ranks 2 -> 3 (other batches)" in done.stdout
+    options = ("--strategy", "ddp", "--precision", "bf16", "--keep", 1)
+    printed = ran("train", "--resume", out, *options, ranks=3)
+    assert re.search(r"^from: .*step-00000004, step 4$", printed, re.M), printed
+    assert re.search(r"not from .*step-00000008, which is not whole: .*bytes", printed)
+    assert "ranks 2 -> 3 (other batches)" in printed
     assert [step for step, kind, _ in losses(out) if kind == "training"] == list(range(1, 9))
     # The first loss is that of the restored weights, but for the batches and the rounding.
     fifth = [[x for s, k, x in losses(o) if (s, k) == (5, "training")] for o in (out, whole_run[0])]
@@ -265,18 +261,21 @@ def test_a_failed_save_in_the_background_is_an_error_that_names_the_path(
     out = tmp_path / "run"
     out.mkdir()
     (out / "checkpoints").write_text("in the way")
-    done = run("train", *TINY, "--steps", 8, "--save-every", 4, "--data", text, "--out", out)
-    assert done.returncode == 1
-    assert f"{out / 'checkpoints'}" in done.stderr, done.stderr
+    options = ("--steps", 8, "--save-every", 4, "--data", text, "--out", out)
+    for rank in as_ranks("train", *TINY, *options):
+        assert rank.status == 1
+        assert f"{out / 'checkpoints'}" in rank.errors
 
 
 def test_a_loss_that_is_not_finite_is_an_error_after_the_save_under_way(
     text: Path, tmp_path: Path
 ) -> None:
     options = ("--steps", 50, "--save-every", 1, "--lr", 1e30, "--sample", 0)
-    done = run("train", *TINY, *options, "--data", text, "--out", tmp_path / "run")
-    assert done.returncode == 1
-    step = int(re.search(r"the loss is .* at step (\d+)", done.stderr)[1])
+    ended = as_ranks("train", *TINY, *options, "--data", text, "--out", tmp_path / "run")
+    assert [rank.status for rank in ended] == [1, 1]
+    said = {re.search(r"the loss is .* at step (\d+)", rank.errors)[1] for rank in ended}
+    step = int(said.pop())
+    assert not said
     folder = tmp_path / "run" / "checkpoints"
     assert zshard.latest(folder) == str(folder / f"step-{step - 1:08d}")
     assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from train_command import TINY, losses, run, write_text
+from train_command import TINY, as_ranks, losses, ran, write_text
 
 import zshard
 from zshard.errors import InputError
@@ -36,16 +36,14 @@ def test_a_traced_run_leaves_every_ranks_file_all_in_one_and_a_summary(
 ) -> None:
     out, folder = tmp_path / "run", tmp_path / "made" / "trace"
     options = ("--steps", 9, "--trace", folder, "--data", text, "--out", out)
-    done = run("train", *TINY, *options)
-    assert done.returncode == 0, done.stderr
+    printed = ran("train", *TINY, *options)
     assert sorted(p.name for p in folder.iterdir()) == ["rank-0.json", "rank-1.json", "trace.json"]
     assert steps_in(folder / "trace.json") == [5, 5]
     assert steps_in(folder / "rank-1.json") == [5]
-    assert "--- 5 steps of rank 0, traced; all ranks are in" in done.stdout
+    assert "--- 5 steps of rank 0, traced; all ranks are in" in printed
     for words in ("rank 0 of 2: ", "critical path", "held up", "blocks.1"):
-        assert words in done.stdout
-    plain = run("train", *TINY, "--steps", 9, "--data", text, "--out", tmp_path / "plain")
-    assert plain.returncode == 0, plain.stderr
+        assert words in printed
+    ran("train", *TINY, "--steps", 9, "--data", text, "--out", tmp_path / "plain")
     assert losses(out, after=-1) == losses(tmp_path / "plain", after=-1)
     # A resumed run traces if it is told to, and not because the run before it was.
     assert resolve({"resume": str(out), "steps": 10}).trace is None
@@ -55,11 +53,10 @@ def test_a_traced_run_leaves_every_ranks_file_all_in_one_and_a_summary(
 def test_a_run_that_ends_earlier_is_traced_as_far_as_it_goes(text: Path, tmp_path: Path) -> None:
     for steps, traced in ((4, [2]), (2, None)):
         folder = tmp_path / f"trace-{steps}"
-        options = ("--steps", steps, "--ranks", 1, "--trace", folder, "--data", text)
-        done = run("train", *TINY, *options, "--out", tmp_path / f"run-{steps}")
-        assert done.returncode == 0, done.stderr
+        options = ("--steps", steps, "--trace", folder, "--data", text)
+        printed = ran("train", *TINY, *options, "--out", tmp_path / f"run-{steps}", ranks=1)
         if traced is None:
-            assert "nothing is traced: a trace begins after 2 steps" in done.stdout
+            assert "nothing is traced: a trace begins after 2 steps" in printed
             assert not list(folder.iterdir())
         else:
             assert steps_in(folder / "trace.json") == traced
@@ -85,12 +82,11 @@ def test_a_file_that_one_rank_cannot_write_is_an_error_on_all(
     taken = tmp_path / "trace" / name
     taken.mkdir(parents=True)
     options = ("--steps", 9, "--trace", taken.parent, "--data", text, "--out", tmp_path / "run")
-    done = run("train", *TINY, *options)
-    assert done.returncode != 0
-    assert f"{taken} cannot be written" in done.stderr
+    for rank in as_ranks("train", *TINY, *options):
+        assert rank.status == 2
+        assert f"{taken} cannot be written" in rank.errors
     last = zshard.latest(tmp_path / "run" / FOLDER)
     assert last is not None and last.endswith("step-00000009")  # nothing is lost by it
-    assert "agree in agree" not in done.stderr  # what a rank says whose peer has gone
 
 
 def test_a_trace_of_steps_that_raise_is_not_written(tmp_path: Path) -> None:
@@ -157,20 +153,17 @@ def test_tensorboard_gets_every_metric_that_is_known_and_a_resumed_run_goes_on(
 
 def test_a_planned_run_prints_the_plan_and_what_it_came_to(text: Path, tmp_path: Path) -> None:
     options = ("--steps", 4, "--plan", "--machine", "h100", "--data", text, "--out", tmp_path)
-    done = run("train", *TINY, *options, "--precision", "bf16")
-    assert done.returncode == 0, done.stderr
-    plan, _, rest = done.stdout.partition("model: GPT")
+    printed = ran("train", *TINY, *options, "--precision", "bf16")
+    plan, _, rest = printed.partition("model: GPT")
     assert "--- planned: bf16, AdamW, over 2 ranks" in plan
     assert "A step is predicted to take" in plan
     assert "planned and measured, MB" in rest and "The plan held within 2 %." in rest
     assert "A step took" in rest and "predicted were" in rest and " ms on " in rest
     # A resumed run's own steps are too few to say, and those before may have been others.
     more = ("--resume", tmp_path, "--plan", "--machine", "h100", "--accumulate", 2, "--steps")
-    done = run("train", *more, 6)
-    assert done.returncode == 0, done.stderr
-    assert "planned and measured, MB" in done.stdout and "A step took" not in done.stdout
-    done = run("train", *more, 9)
-    assert "on h100 for each of 2 parts." in done.stdout, done.stderr
+    printed = ran("train", *more, 6)
+    assert "planned and measured, MB" in printed and "A step took" not in printed
+    assert "on h100 for each of 2 parts." in ran("train", *more, 9)
 
 
 def test_a_machine_without_a_plan_is_refused() -> None:

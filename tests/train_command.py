@@ -1,10 +1,19 @@
 """The command `zshard train` as tests start it, and what it leaves."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
+import pytest
+from ranks import run_ranks
+from torch.distributed import TCPStore
+
+from zshard import cli
 from zshard.metrics import Validation, read_metrics
 
 DEADLINE = 120  # seconds for one run of the command, most of it the start of Python
@@ -22,10 +31,47 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in launcher} | {"OMP_NUM_THREADS": "1"}
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def launched(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The whole command: three processes that import torch, which is nearly all they do."""
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=DEADLINE, env=environment()
     )
+
+
+class Ended(NamedTuple):
+    """How one rank ended."""
+
+    status: int
+    printed: str
+    errors: str
+
+
+def ran(*arguments: object, ranks: int = 2) -> str:
+    """What the command prints on rank 0 of forked ranks, which all end with status 0."""
+    ended = as_ranks(*arguments, ranks=ranks)
+    assert all(rank.status == 0 for rank in ended), ended
+    return ended[0].printed
+
+
+def as_ranks(*arguments: object, ranks: int = 2) -> list[Ended]:
+    """The command on forked ranks, as if a launcher had started them; by rank."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    given = [str(argument) for argument in arguments]
+    return run_ranks(_as_rank, ranks, given, store.port, timeout=DEADLINE, group=False)
+
+
+def _as_rank(rank: int, world_size: int, arguments: list[str], port: int) -> Ended:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR="localhost", TORCHELASTIC_USE_AGENT_STORE="True")
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+        mock.patch("os._exit", sys.exit),  # the command ends its process, which has to report first
+        pytest.raises(SystemExit) as end,
+    ):
+        cli.main(arguments)
+    return Ended(end.value.code, printed.getvalue(), errors.getvalue())
 
 
 def write_text(path: Path) -> Path:
