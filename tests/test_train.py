@@ -145,7 +145,7 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--weight-decay", "nan"], "--weight-decay nan: it has to be 0 or more"),
         (["--seed", str(2**63)], "it has to be 9223372036854775807 or less"),
         (["--resume", "EMPTY"], "there is no whole checkpoint in there"),
-        (["--out", "SHORT/run"], "--out .*/SHORT/run: .*Not a directory"),
+        (["--out", "SHORT/run"], "--out .*/SHORT/run: .*/SHORT is no folder"),
         (["--plan", "--machine", "h1"], "machine='h1': expected one of a100, h100, h200"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -15,18 +16,17 @@ _RUNS = "runs"  # holds those that nobody gave a name
 
 
 def check_output(given: str | None) -> None:
-    """Make the folder, or the one that new ones go into, before any rank starts.
+    """Look whether the folder can be made, and make nothing: no rank has started.
 
     Raises:
-        InputError: if it cannot be made, or what a run has left there not be read.
+        InputError: if it cannot.
     """
     folder = Path(given or _RUNS)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (metrics := folder / "metrics.jsonl").exists():
-            read_metrics(metrics)
-    except (OSError, InputError) as error:
-        raise InputError(f"--out {folder}: {error}") from error
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        raise InputError(f"--out {folder}: {nearest} is no folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(f"--out {folder}: {nearest} cannot be written to")
 
 
 def output_folder(job: Job, given: str | None) -> Path:
@@ -38,10 +38,13 @@ def output_folder(job: Job, given: str | None) -> Path:
     made, problem = "", ""
     if job.rank == 0:
         try:
-            check_output(given)
-            made = given or str(_new_folder())
+            folder = Path(given) if given else _new_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            if (metrics := folder / "metrics.jsonl").exists():
+                read_metrics(metrics)
+            made = str(folder)
         except (OSError, InputError) as error:
-            problem = str(error)
+            problem = f"--out {given or _RUNS}: {error}"
     made, problem = cast("tuple[str, str]", job.gather((made, problem))[0])
     if problem:
         raise InputError(problem)
@@ -51,6 +54,7 @@ def output_folder(job: Job, given: str | None) -> Path:
 def _new_folder() -> Path:
     """A folder that no other run has, however many begin in one second."""
     runs, name = Path(_RUNS), f"{datetime.now():%Y-%m-%d-%H%M%S}"
+    runs.mkdir(exist_ok=True)
     for number in count(1):
         folder = runs / (name if number == 1 else f"{name}-{number}")
         try:
