@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -170,7 +171,8 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
 
 
 def _refuse_used(out: str) -> None:
-    if Path(out, "metrics.jsonl").exists() or Path(out, FOLDER).is_dir():
+    # os.path's: a path that cannot be is no run's folder, and not an OSError either.
+    if os.path.exists(Path(out, "metrics.jsonl")) or os.path.isdir(Path(out, FOLDER)):
         raise InputError(
             f"--out {out} holds a run already: name another folder, or go on with --resume {out}"
         )
