@@ -87,8 +87,9 @@ def children(pid: int) -> list[int]:
     """Process ids of the ranks that ``pid`` launched, by rank."""
     ranks = {}
     for line in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        variables = Path(f"/proc/{line}/environ").read_bytes().split(b"\0")
-        ranks.update({int(v[5:]): int(line) for v in variables if v.startswith(b"RANK=")})
+        with contextlib.suppress(OSError):  # a tool that the launcher ran, and that has ended
+            variables = Path(f"/proc/{line}/environ").read_bytes().split(b"\0")
+            ranks.update({int(v[5:]): int(line) for v in variables if v.startswith(b"RANK=")})
     return [ranks[rank] for rank in sorted(ranks)]
 
 
