@@ -251,8 +251,9 @@ def test_sigterm_to_torchrun_saves_and_stops_its_ranks(fresh: list[object], tmp_
 
 
 @linux
+@pytest.mark.parametrize("target", ["launcher", "rank"])
 def test_sigterm_before_the_ranks_train_ends_them_and_says_that_nothing_was_saved(
-    fresh: list[object], tmp_path: Path
+    fresh: list[object], tmp_path: Path, target: str
 ) -> None:
     process = subprocess.Popen(
         command("train", *fresh), stderr=subprocess.PIPE, text=True, env=environment()
@@ -261,7 +262,7 @@ def test_sigterm_before_the_ranks_train_ends_them_and_says_that_nothing_was_save
     while len(ranks) < 2:
         assert process.poll() is None
         ranks = children(process.pid)
-    process.terminate()
+    os.kill(process.pid if target == "launcher" else ranks[1], signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == STOPPED
     assert errors.strip() == "zshard: ended by SIGTERM, and nothing was saved; all ranks have ended"

@@ -115,7 +115,9 @@ def launch(
         return 0
     if STOPPED in how and how <= {STOPPED, -signal.SIGTERM}:
         return STOPPED
-    if told and -signal.SIGTERM in how and how <= {-signal.SIGTERM, LOST_PEER}:
+    # The agent ends ranks by SIGTERM too, but only once another has ended in a way of its own.
+    by_sigterm = {-signal.SIGTERM, LOST_PEER} if told else {-signal.SIGTERM}
+    if -signal.SIGTERM in how and how <= by_sigterm:
         raise InterruptedJob(signal.SIGTERM)
     raise LaunchError(describe_failure(statuses))
 
