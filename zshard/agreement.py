@@ -13,7 +13,8 @@ without a program, the first of its kind, goes from meeting to meeting, up to on
 the ranks put together what each has needed; that is the program of the next. Once a rank has left a
 program, phases that follow one end with a meeting as well, so that a rank in need finds the others
 there, and not in a collective of the user's own. Ranks that begin different phases, or phases of
-different models, are told so, all of them.
+different models, are told so, all of them; but where some have left a forward by an exception, the
+others alone, who then come to what follows it, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weakref import WeakValueDictionary
 from .comm import Comm, Tag
 from .crew import Crew
 from .errors import StateError
-from .meeting import OF_A_STEP, Ask, Message, refuse, refuse_trained, tell, trained_names
+from .meeting import Ask, Message, refuse, refuse_but_who_left, refuse_trained, trained_names
 from .program import Op, Program, Turn, learn
 from .unit import State, Unit
 
@@ -36,6 +37,8 @@ _PROGRAMS = 64  # kept at a time: ranks that never repeat themselves would learn
 # to take part in the gather of one model when it is about to begin a phase of another.
 _AGREEMENTS: WeakValueDictionary[tuple[object, int], Agreement] = WeakValueDictionary()
 _COUNTS: Counter[object] = Counter()
+# Over which this rank has left a forward by an exception, and has begun nothing with them since.
+_LEFT: set[object] = set()
 
 
 class Agreement:
@@ -72,7 +75,6 @@ class Agreement:
         self._ready_on: dict[int, set[int]] = {}  # unit -> places; where there is no program
         self._reduced: set[int] = set()
         self._aborted = False  # this rank left the phase by an exception
-        self._left_forward = False  # likewise, and the others may be about to differentiate it
         self._irregular = False  # somebody left the program, or there is none
         self._follows = False  # whether the phase began with a program
         self._loose = False  # whether ranks have left one, and so meet at the end of phases as well
@@ -116,9 +118,10 @@ class Agreement:
             self._names = self._names or trained_names(self._units)
         names = self._names if reduces else ""
         word = zlib.crc32(names.encode()) if reduces else word
-        message = Message(self.number, ask, word, zlib.crc32(about.encode()))
+        left = int(self._comm.ranks in _LEFT)
+        message = Message(self.number, ask, word, zlib.crc32(about.encode()), left)
         messages = self._meet(message, label)
-        self._left_forward = False
+        _LEFT.discard(self._comm.ranks)
         if self._irregular:
             self._learn()
         if ask is Ask.CALL and len({message.digest for message in messages}) > 1:
@@ -151,7 +154,9 @@ class Agreement:
 
     def abort(self) -> None:
         """Note that this rank leaves the phase by an exception: nothing is learned of it."""
-        self._aborted, self._left_forward = True, self._key[:1] == (Ask.FORWARD,)
+        self._aborted = True
+        if self._key[:1] == (Ask.FORWARD,):
+            _LEFT.add(self._comm.ranks)
 
     def abandon(self) -> None:
         """Forget what is left of a phase that was aborted."""
@@ -292,15 +297,10 @@ class Agreement:
             messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]
             asking = [m for m in messages if m.ask in (Ask.GATHER, Ask.READY)]
             if not asking:
-                if len({message.model for message in messages}) > 1:
-                    self._refuse(f"{label}, of wrapped model {self.number}")
-                asks = {message.ask for message in messages}
-                if len(asks) == 1:
+                if len({(message.model, message.ask) for message in messages}) == 1:
                     return messages
-                if not (self._left_forward and asks <= OF_A_STEP):
-                    self._refuse(label)
-                # The others, whose backward is refused, come to the next forward, too.
-                tell(self._comm, f"{label}, after one that raised an exception")
+                self._irregular = False
+                refuse_but_who_left(self._comm, label, mine, messages)
                 continue
             for model in sorted({message.model for message in asking}):
                 _AGREEMENTS[self._comm.ranks, model]._serve(mine, messages)

@@ -24,7 +24,7 @@ class Ask(enum.IntEnum):
     READY = 7
 
 
-OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD))
+_OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD, Ask.RENEW))
 
 
 class Message(NamedTuple):
@@ -34,6 +34,7 @@ class Message(NamedTuple):
     ask: Ask
     word: int = 0  # index of a unit, or more about the phase: of a backward, what it trains
     digest: int = 0  # of what the phase depends on
+    left: int = 0  # 1: the rank has left a forward by an exception, and begun nothing since
 
 
 def tell(comm: Comm, label: str) -> str:
@@ -57,6 +58,23 @@ def refuse(comm: Comm, label: str) -> NoReturn:
         f"the ranks are about to do different things: {seen}. Every rank has to run the same "
         "forwards, backwards, steps and calls of zshard, of the same models, in the same order."
     )
+
+
+def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequence[Message]) -> None:
+    """Say what each rank was about to begin, where they differ; see ``tell``.
+
+    Returns on a rank that has left a forward by an exception: the others, to whom this is the error
+    that ends their step, come to what follows it, too.
+
+    Raises:
+        MismatchError: on the others; on all where that explains nothing.
+    """
+    if len({message.model for message in messages}) > 1:
+        label = f"{label}, of wrapped model {mine.model}"
+    of_a_step = all(message.ask in _OF_A_STEP for message in messages)
+    if not (mine.left and of_a_step) or all(message.left for message in messages):
+        refuse(comm, label)
+    tell(comm, f"{label}, after one that raised an exception")
 
 
 def trained_names(units: Sequence[Unit]) -> str:

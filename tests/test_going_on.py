@@ -1,0 +1,114 @@
+"""Scripts that go on after an exception, with several models; one is in test_lost_gradients.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Blocks
+from ranks import run_ranks
+from steps import batch
+from torch import Tensor, nn
+
+import zshard
+
+
+def in_turn(rank: int, world_size: int, comms: tuple[str, str]) -> list[str]:
+    """Two models, each with a backward of its own, one of which raises once on one rank."""
+    first, second = (zshard.wrap(Blocks(), comm=comm) for comm in comms)
+    optimizers = [zshard.AdamW(model.parameters()) for model in (first, second)]
+
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    ends = []
+    for step in range(4):
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            output = model(batch(rank, step))
+            if step == 1 and model is first and rank == 0:
+                output.grad_fn.register_prehook(fail)  # when backward has come into it
+            try:
+                output.sum().backward()
+                optimizer.step()
+                ends.append("made")
+            except (ValueError, zshard.Error) as error:
+                ends.append(type(error).__name__)
+            optimizer.zero_grad()
+    return ends
+
+
+@pytest.mark.parametrize("comms", [("group", "group"), ("peer", "peer"), ("group", "peer")])
+def test_an_exception_in_one_models_backward_leaves_the_other_in_step(
+    comms: tuple[str, str],
+) -> None:
+    """What is left of the first model's backward comes before anything of the second's."""
+    own, other = run_ranks(in_turn, 2, comms, timeout=20)
+    assert own == ["made"] * 2 + ["ValueError"] + ["made"] * 5
+    assert other == ["made"] * 2 + ["StateError"] + ["made"] * 5
+
+
+def loop_over_two(
+    rank: int, world_size: int, where: str, comm: str
+) -> tuple[list[str], list[Tensor]]:
+    """A loop that goes on after any exception; once, rank 1's iteration raises before backward."""
+    torch.manual_seed(0)
+    first, second = Blocks(), nn.Sequential(nn.Linear(1, 3), Blocks())
+    zshard.wrap(first, comm=comm)
+    zshard.wrap(second, comm=comm, strategy="zero1")
+    optimizers = [zshard.AdamW(model.parameters(), lr=1e-2) for model in (first, second)]
+
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    seen = []
+    for step in range(7):
+        bad = rank == 1 and step == (0 if where == "first step" else 3)
+        module = second[1].blocks[1] if where == "second" else first.blocks[1]
+        hook = module.register_forward_pre_hook(fail) if bad and where != "loss" else None
+        try:
+            output = second(first(batch(rank, step)))
+            if bad:
+                fail()
+            output.square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            seen.append("")
+        except (ValueError, zshard.Error) as error:
+            seen.append(type(error).__name__)
+            if where == "loss":
+                zshard.reset(first)
+                zshard.reset(second)
+        finally:
+            if hook is not None:
+                hook.remove()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    named = [(model, name) for model in (first, second) for name, _ in model.named_parameters()]
+    return seen, [zshard.full_param(model, name) for model, name in named]
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("where", ["first", "second", "loss", "first step"])
+def test_an_exception_before_a_backward_through_two_costs_every_rank_one_step(
+    where: str, comm: str
+) -> None:
+    (told, ours), (own, theirs) = run_ranks(loop_over_two, 2, where, comm, timeout=20)
+    at = 0 if where == "first step" else 3
+    assert own == ["ValueError" if step == at else "" for step in range(7)]
+    assert told == ["MismatchError" if step == at else "" for step in range(7)]
+    assert all(map(torch.equal, ours, theirs))
+
+
+def crossed_after_exceptions(rank: int, world_size: int) -> str:
+    pair = [zshard.wrap(Blocks()) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="shapes"):
+        pair[0](torch.ones(4, 99))
+    with pytest.raises(zshard.MismatchError) as caught:
+        pair[rank](batch(rank, 0))
+    for model in pair:
+        model(batch(rank, 1)).sum().backward()
+    return str(caught.value)
+
+
+def test_ranks_that_all_left_a_forward_and_call_different_models_are_all_told() -> None:
+    for message in run_ranks(crossed_after_exceptions, 2, timeout=20):
+        assert "of wrapped model 0; rank 1: a forward, of wrapped model 1" in message
