@@ -1,14 +1,20 @@
-"""What may be done to sharded tensors: elementwise operations, on the local slices."""
+"""What may be done to sharded tensors: elementwise operations, on the local slices.
+
+torch's own optimizers come here for every operation on every parameter, so that what an operator is
+is asked of its schema once. Its arguments and results are tensors, lists of tensors, or neither,
+and never lie deeper, which is why a loop finds them where a walk through a pytree would cost more
+than everything else.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map
 
 from .errors import InputError, OptimizerError, ShardedAccessError, StateError
 from .param import Sharded, ShardedGrad
@@ -25,8 +31,43 @@ _ELEMENTWISE = frozenset(
 )
 _ZEROING = ("aten::zero_", "aten::_foreach_zero_")
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_COPY = torch.ops.aten.copy_.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
 _NOT_ELEMENTWISE_FOREACH = re.compile(r"aten::_foreach_(norm|max|powsum)\b")
+
+
+class _Operator(NamedTuple):
+    """What an operator is to sharded tensors."""
+
+    name: str
+    elementwise: bool
+    of_lists: bool  # what lies at one index of its lists is computed together
+    zeroing: bool
+    mutable: bool
+    written: tuple[tuple[int, str], ...]  # the arguments that it writes: position and name
+    returns: bool
+
+
+@functools.cache
+def _operator(func: Any) -> _Operator:
+    schema, name = func._schema, func._schema.name
+    foreach = name.startswith("aten::_foreach_")
+    # torch tags aten::equal as pointwise too, but its one answer is about all elements.
+    pointwise = torch.Tag.pointwise in func.tags and name != "aten::equal"
+    return _Operator(
+        name,
+        (foreach and not _NOT_ELEMENTWISE_FOREACH.match(name)) or name in _ELEMENTWISE or pointwise,
+        foreach or name.startswith("aten::_fused_"),
+        name in _ZEROING,
+        schema.is_mutable,
+        tuple(
+            (position, argument.name)
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        bool(schema.returns),
+    )
 
 
 def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -37,23 +78,26 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         StateError: if it would change a parameter's dtype or device.
         OptimizerError: if it would change a split master.
     """
-    sharded = _sharded_arguments(args, kwargs)
-    if func is torch.ops.aten._to_copy.default and sharded[0]._is_param:
+    op = _operator(func)
+    sharded = _sharded_in((*args, *kwargs.values()))
+    if func is _TO_COPY and sharded[0]._is_param:
         raise StateError(
             f"{sharded[0].fqn}: dtype and device cannot change after zshard.wrap. Convert the "
             "model before it, or pass device= and precision=zshard.Precision(...) to it."
         )
-    _refuse_whole_tensor_ops(func, sharded)
-    _refuse_different_layouts(func, args, kwargs)
+    if not op.elementwise:
+        _refuse_whole_tensor_op(op.name, sharded[0])
+    if len(sharded) > 1:
+        _refuse_different_layouts(op, args, kwargs)
     if func in _ALIASES and sharded[0]._local is None:
         _note_alias(sharded[0], alias := Sharded(None, sharded[0].flat, sharded[0].segment))
         return alias
-    if func._schema.name in _ZEROING:
+    if op.zeroing:
         for grad in sharded:
             if isinstance(grad, ShardedGrad):
                 grad.flat.grads.on_access()
                 grad.flat.grads.zero_held_back(grad.segment)
-    if func is torch.ops.aten.copy_.default:
+    if func is _COPY:
         if not isinstance(target := args[0], Sharded):
             raise ShardedAccessError(
                 f"{sharded[0].fqn}: to copy a sharded tensor into a plain one needs the whole of "
@@ -63,19 +107,22 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         args = (target, _own_slice(target, args[1]), *args[2:])
         if target._local is None:
             return _copy_into_split(target, args[1])
-        sharded = _sharded_arguments(args, kwargs)
-    changed = _mutated(func, args, kwargs) if func._schema.is_mutable else []
-    _refuse_split(func, changed)
-    for target in changed:
-        target.flat.before_write()
-    locals_, local_kwargs = tree_map(_local_of(func, sharded[0], changed), (args, kwargs))
-    result = func(*locals_, **local_kwargs)
-    if func._schema.is_mutable:
+        sharded = _sharded_in(args)
+    changed = _mutated(op, args, kwargs)
+    _refuse_split(op, changed)
+    for flat in dict.fromkeys(target.flat for target in changed):
+        flat.before_write()
+    local = _local_of(op, sharded[0], changed)
+    result = func(
+        *(_mapped(local, value) for value in args),
+        **{name: _mapped(local, value) for name, value in kwargs.items()},
+    )
+    if op.mutable:
         for written in changed:
             assert written._local is not None
             written.flat.slice_written(written._local)
-        return args[0] if func._schema.returns else None
-    wrapped = tree_map(_wrap_like(sharded), result)
+        return args[0] if op.returns else None
+    wrapped = _mapped(_wrap_like(sharded), result)
     if func in _ALIASES and isinstance(wrapped, Sharded):
         _note_alias(sharded[0], wrapped)
     return wrapped
@@ -86,69 +133,77 @@ def _note_alias(of: Sharded, alias: Sharded) -> None:
     (flat.grads.handles.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
 
 
-def _sharded_arguments(args: object, kwargs: object) -> list[Sharded]:
+def _sharded_in(values: Iterable[object]) -> list[Sharded]:
+    """The sharded tensors among an operator's arguments, in order."""
     found: list[Sharded] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, Sharded) else None, (args, kwargs))
+    for value in values:
+        if isinstance(value, Sharded):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Sharded)]
     return found
 
 
-def _refuse_whole_tensor_ops(func: Any, sharded: list[Sharded]) -> None:
-    name = func._schema.name
-    foreach = name.startswith("aten::_foreach_") and not _NOT_ELEMENTWISE_FOREACH.match(name)
-    # torch tags aten::equal as pointwise too, but its one answer is about all elements.
-    pointwise = torch.Tag.pointwise in func.tags and name != "aten::equal"
-    if foreach or name in _ELEMENTWISE or pointwise:
-        return
+def _mapped(change: Callable[[object], object], value: object) -> object:
+    """An operator's argument or result with ``change`` of what it is or, a list, what it holds."""
+    if isinstance(value, list):
+        return [change(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(change(item) for item in value)
+    return change(value)
+
+
+def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
     if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
         raise ShardedAccessError(
-            f"{sharded[0].fqn}: torch.amp.GradScaler would look for overflow in this rank's shards "
+            f"{first.fqn}: torch.amp.GradScaler would look for overflow in this rank's shards "
             "alone, and ranks would skip different steps. Use zshard.GradScaler instead; it takes "
             "the same arguments."
         )
     if name in _NORMS:
         raise ShardedAccessError(
-            f"{name} of {sharded[0].fqn!r} would be the norm of this rank's part alone. Clip with "
+            f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
             "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; or "
             "work on whole parameters inside zshard.full_params(model)."
         )
     raise ShardedAccessError(
-        f"{name} needs the whole of {sharded[0].fqn!r} {tuple(sharded[0].shape)}, of which this "
-        f"rank holds {sharded[0]._numel()} elements. In a forward: the parameter is used "
-        f"outside the module of its unit {sharded[0].flat.unit_label!r}; make the module that uses "
+        f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this "
+        f"rank holds {first._numel()} elements. In a forward: the parameter is used "
+        f"outside the module of its unit {first.flat.unit_label!r}; make the module that uses "
         "it a unit (zshard.wrap(units=...)). Elsewhere: work on whole parameters inside "
         "zshard.full_params(model)."
     )
 
 
 def _refuse_different_layouts(
-    func: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    for together in _computed_together(func, args, kwargs):
+    for together in _computed_together(op, args, kwargs):
         for first, other in pairwise(together):
             same = other.flat is first.flat and other.segment == first.segment
             if not same and other.extent() != first.extent():
                 raise ShardedAccessError(
-                    f"{func._schema.name} of {first.fqn!r} and {other.fqn!r}: this rank holds "
+                    f"{op.name} of {first.fqn!r} and {other.fqn!r}: this rank holds "
                     "different parts of the two. Work on whole parameters inside "
                     "zshard.full_params(model)."
                 )
 
 
 def _computed_together(
-    func: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[list[Sharded]]:
     """The sharded arguments that meet element by element, with each other."""
-    if not func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
-        return [_sharded_arguments(args, kwargs)]
+    if not op.of_lists:
+        return [_sharded_in((*args, *kwargs.values()))]
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
     return [[x for x in row if isinstance(x, Sharded)] for row in zip_longest(*lists)]
 
 
-def _refuse_split(func: Any, changed: list[Sharded]) -> None:
+def _refuse_split(op: _Operator, changed: list[Sharded]) -> None:
     for target in changed:
         if target._local is None:
             raise OptimizerError(
-                f"{func._schema.name} would change {target.fqn!r} in place, whose master is split "
+                f"{op.name} would change {target.fqn!r} in place, whose master is split "
                 "into two 16-bit planes. Only zshard's optimizers update it: use zshard.AdamW, "
                 "Adam or SGD, or Precision(master='fp32'); by hand, copy_ whole values, or write "
                 "inside zshard.full_params(model, write=True)."
@@ -188,19 +243,19 @@ def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:
     return segment.physical(whole).reshape(-1)[skip : skip + target._numel()]
 
 
-def _local_of(func: Any, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:
+def _local_of(op: _Operator, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:
     written = {id(each) for each in changed}
 
     def local(x: object) -> object:
-        if isinstance(x, ShardedGrad) and func._schema.name in _ZEROING:
+        if isinstance(x, ShardedGrad) and op.zeroing:
             return x._local  # where a look would be refused, zeros are fine
         if isinstance(x, ShardedGrad) and id(x) not in written:
             return x.seen()
         if isinstance(x, Sharded):
             return x.local
-        if isinstance(x, torch.Tensor) and x.ndim > 0 and func is not torch.ops.aten.copy_.default:
+        if isinstance(x, torch.Tensor) and x.ndim > 0 and op.name != "aten::copy_":
             raise ShardedAccessError(
-                f"{func._schema.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
+                f"{op.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
                 f"{tuple(x.shape)}. In a forward: the parameter is used outside the module of its "
                 f"unit {first.flat.unit_label!r}; make the module that uses it a unit "
                 "(zshard.wrap(units=...)). In an optimizer: its state is of whole tensors, made "
@@ -212,16 +267,13 @@ def _local_of(func: Any, first: Sharded, changed: list[Sharded]) -> Callable[[ob
     return local
 
 
-def _mutated(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:
-    """The sharded arguments that ``func``'s schema says it writes."""
+def _mutated(op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:
+    """The sharded arguments that the operator writes."""
     written: list[Sharded] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if argument.name == "grads" and kwargs.get("grad_scale") is None:
+    for position, name in op.written:
+        if name == "grads" and kwargs.get("grad_scale") is None:
             continue  # a fused optimizer writes them where it divides them by a loss scale
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += _sharded_arguments(value, None)
+        written += _sharded_in((args[position] if position < len(args) else kwargs.get(name),))
     return written
 
 
