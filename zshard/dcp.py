@@ -59,7 +59,7 @@ def chunks_to_read(sharded: Sharded) -> list[ChunkStorageMetadata]:
     if sharded._local is None:
         flat.updated(send_written=True)
     else:
-        flat.slice_written(sharded._local)
+        flat.slices_written([sharded._local])
     return [_chunk(box) for boxes in _parts(sharded) for box in boxes]
 
 

@@ -12,12 +12,15 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from .errors import InputError, OptimizerError, ShardedAccessError, StateError
 from .param import Sharded, ShardedGrad
+
+if TYPE_CHECKING:
+    from .flat import Flat
 
 # Elementwise, but without torch's `pointwise` tag: copies, constructors like their argument, and
 # the multi-tensor and fused optimizer kernels.
@@ -110,7 +113,11 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         sharded = _sharded_in(args)
     changed = _mutated(op, args, kwargs)
     _refuse_split(op, changed)
-    for flat in dict.fromkeys(target.flat for target in changed):
+    slices: dict[Flat, list[torch.Tensor]] = {}
+    for target in changed:
+        assert target._local is not None  # a split master's is refused
+        slices.setdefault(target.flat, []).append(target._local)
+    for flat in slices:
         flat.before_write()
     local = _local_of(op, sharded[0], changed)
     result = func(
@@ -118,9 +125,8 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         **{name: _mapped(local, value) for name, value in kwargs.items()},
     )
     if op.mutable:
-        for written in changed:
-            assert written._local is not None
-            written.flat.slice_written(written._local)
+        for flat, written in slices.items():
+            flat.slices_written(written)
         return args[0] if op.returns else None
     wrapped = _mapped(_wrap_like(sharded), result)
     if func in _ALIASES and isinstance(wrapped, Sharded):
@@ -247,10 +253,10 @@ def _local_of(op: _Operator, first: Sharded, changed: list[Sharded]) -> Callable
     written = {id(each) for each in changed}
 
     def local(x: object) -> object:
-        if isinstance(x, ShardedGrad) and op.zeroing:
-            return x._local  # where a look would be refused, zeros are fine
-        if isinstance(x, ShardedGrad) and id(x) not in written:
-            return x.seen()
+        if isinstance(x, ShardedGrad):
+            if op.zeroing:
+                return x._local  # where a look would be refused, zeros are fine
+            return x.local if id(x) in written else x.seen()
         if isinstance(x, Sharded):
             return x.local
         if isinstance(x, torch.Tensor) and x.ndim > 0 and op.name != "aten::copy_":

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from . import ops
 from .comm import Comm
 from .gradient import Gradients
-from .handles import Aliases, shares
+from .handles import Aliases, any_shares, shares
 from .hooks import ParamHooks
 from .layout import Layout, Local
 from .leaf import as_autograd_sees, set_alive
@@ -264,14 +264,11 @@ class Flat:
             self.before_write()
         self.master.refresh()
 
-    def slice_written(self, local: torch.Tensor) -> None:
-        """Note that ``local`` was written in place: part of the master, or of the gradients."""
-        values = self.master.values
-        written = local.untyped_storage().data_ptr()
-        if values is not None and written == values.untyped_storage().data_ptr():
+    def slices_written(self, slices: Sequence[torch.Tensor]) -> None:
+        """Note what was written in place: parts of the master, of the gradients, or of neither."""
+        if self.master.values is not None and any_shares(slices, self.master.values):
             self.updated(send_written=False)
-        else:
-            self.grads.written(local)
+        self.grads.written(slices)
 
     def updated(self, *, send_written: bool) -> None:
         """Note a new value of the master; ``send_written`` if what is sent has it already."""

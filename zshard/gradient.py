@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import ops
 from .errors import InputError, StateError
-from .handles import Handles, shares
+from .handles import Handles, any_shares, shares
 from .layout import Range
 from .leaf import as_autograd_sees
 from .param import Sharded, ShardedGrad
@@ -167,12 +167,10 @@ class Gradients:
                 "which torch's optimizers need too."
             )
 
-    def written(self, local: torch.Tensor) -> bool:
-        """Note that ``local`` was written in place, if it is part of these gradients."""
-        if self._memory is None or not shares(local, self._memory):
-            return False
-        self.on_change()
-        return True
+    def written(self, slices: Sequence[torch.Tensor]) -> None:
+        """Note what was written in place, if any of it is part of these gradients."""
+        if self._memory is not None and any_shares(slices, self._memory):
+            self.on_change()
 
     # --- held back by no_sync --------------------------------------------------------------------
 

@@ -246,7 +246,7 @@ class Unit:
     def _before_write(self, flat: Flat) -> None:
         self._finish_gathers()
         if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
-            self._comm.reclaim(flat.sent, self._last_gather._replace(phase="step"))
+            self._comm.reclaim(flat.sent, Tag(self._last_gather.step, "step", self.label))
 
     def _settle(self, move: bool) -> None:
         """Own the home slot, or a new home; see [Note: a unit keeps its slot]."""
