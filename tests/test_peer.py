@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from training import Record, Wrapped, adamw, assert_same_bits, kSteps, train
+from training import Record, Wrapped, adamw, assert_same_bits, kFewSteps, train
 
 import zshard
 from zshard import peer
@@ -50,7 +50,7 @@ def trained(
         device=torch.device(device),
     )
     assert transport_of(model) == ("group" if comm == "group" else "peer")
-    data = [b.to(device) for b in models.batches("odd_parameters", kSteps * accumulate, rank)]
+    data = [b.to(device) for b in models.batches("odd_parameters", kFewSteps * accumulate, rank)]
     if kPrecisions[precision] is not None:
         data = [batch.bfloat16() for batch in data]
     zshard.stats(model).reset()

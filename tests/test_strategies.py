@@ -11,7 +11,17 @@ from ranks import run_ranks
 from test_steps_ddp import assert_ranks_hold_the_same_model, both_sides
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
+from training import (
+    Plain,
+    Record,
+    Wrapped,
+    adamw,
+    assert_close,
+    assert_same_bits,
+    kFewSteps,
+    kSteps,
+    train,
+)
 
 import zshard
 from zshard.wrap import schedule_of
@@ -67,7 +77,7 @@ def trained(
 ) -> Record:
     model = models.build("odd_parameters")
     model = zshard.wrap(model, strategy=named(strategy), precision=precision)
-    data = models.batches("odd_parameters", kSteps * accumulate, rank)
+    data = models.batches("odd_parameters", kFewSteps * accumulate, rank)
     if precision is not None:
         data = [batch.to(precision.compute) for batch in data]
     return train(

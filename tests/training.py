@@ -21,6 +21,8 @@ from zshard.schedule import Schedule
 from zshard.wrap import schedule_of
 
 kSteps = 10
+# Where two ways of zshard are to have the same bits: steps repeat themselves from the third on.
+kFewSteps = 4
 Batch = TypeVar("Batch")
 
 
