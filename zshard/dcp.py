@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from . import ops
 from .boxes import Box, boxes_of
 from .errors import StateError
+from .handles import storage_of
 from .param import Sharded
 from .simulated import require_real
 
@@ -59,7 +60,7 @@ def chunks_to_read(sharded: Sharded) -> list[ChunkStorageMetadata]:
     if sharded._local is None:
         flat.updated(send_written=True)
     else:
-        flat.slices_written([sharded._local])
+        flat.slices_written({storage_of(sharded._local)})
     return [_chunk(box) for boxes in _parts(sharded) for box in boxes]
 
 

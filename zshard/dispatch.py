@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from .errors import InputError, OptimizerError, ShardedAccessError, StateError
+from .handles import storage_of
 from .param import Sharded, ShardedGrad
 
 if TYPE_CHECKING:
@@ -113,19 +114,19 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         sharded = _sharded_in(args)
     changed = _mutated(op, args, kwargs)
     _refuse_split(op, changed)
-    slices: dict[Flat, list[torch.Tensor]] = {}
+    storages: dict[Flat, set[int]] = {}
     for target in changed:
         assert target._local is not None  # a split master's is refused
-        slices.setdefault(target.flat, []).append(target._local)
-    for flat in slices:
-        flat.before_write()
+        storages.setdefault(target.flat, set()).add(storage_of(target._local))
+    for flat, written in storages.items():
+        flat.before_slices(written)
     local = _local_of(op, sharded[0], changed)
     result = func(
         *(_mapped(local, value) for value in args),
         **{name: _mapped(local, value) for name, value in kwargs.items()},
     )
     if op.mutable:
-        for flat, written in slices.items():
+        for flat, written in storages.items():
             flat.slices_written(written)
         return args[0] if op.returns else None
     wrapped = _mapped(_wrap_like(sharded), result)

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from . import ops
 from .comm import Comm
 from .gradient import Gradients
-from .handles import Aliases, any_shares, shares
+from .handles import Aliases, shares, storage_of
 from .hooks import ParamHooks
 from .layout import Layout, Local
 from .leaf import as_autograd_sees, set_alive
@@ -264,11 +264,19 @@ class Flat:
             self.before_write()
         self.master.refresh()
 
-    def slices_written(self, slices: Sequence[torch.Tensor]) -> None:
-        """Note what was written in place: parts of the master, of the gradients, or of neither."""
-        if self.master.values is not None and any_shares(slices, self.master.values):
+    def before_slices(self, storages: set[int]) -> None:
+        """Prepare for writes to parts of some storages: the master's, the gradients', or others."""
+        if self._has_master(storages):
+            self.before_write()
+
+    def slices_written(self, storages: set[int]) -> None:
+        """Note that parts of some storages were written."""
+        if self._has_master(storages):
             self.updated(send_written=False)
-        self.grads.written(slices)
+        self.grads.written(storages)
+
+    def _has_master(self, storages: set[int]) -> bool:
+        return self.master.values is not None and storage_of(self.master.values) in storages
 
     def updated(self, *, send_written: bool) -> None:
         """Note a new value of the master; ``send_written`` if what is sent has it already."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import ops
 from .errors import InputError, StateError
-from .handles import Handles, any_shares, shares
+from .handles import Handles, shares, storage_of
 from .layout import Range
 from .leaf import as_autograd_sees
 from .param import Sharded, ShardedGrad
@@ -167,9 +167,9 @@ class Gradients:
                 "which torch's optimizers need too."
             )
 
-    def written(self, slices: Sequence[torch.Tensor]) -> None:
-        """Note what was written in place, if any of it is part of these gradients."""
-        if self._memory is not None and any_shares(slices, self._memory):
+    def written(self, storages: Container[int]) -> None:
+        """Note that parts of some storages were written, which may be these gradients'."""
+        if self._memory is not None and storage_of(self._memory) in storages:
             self.on_change()
 
     # --- held back by no_sync --------------------------------------------------------------------

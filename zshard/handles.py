@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,13 +82,12 @@ class Handles:
 
 def shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     """Whether the two lie in one storage."""
-    return any_shares((tensor,), memory)
+    return storage_of(tensor) == storage_of(memory)
 
 
-def any_shares(tensors: Iterable[torch.Tensor], memory: torch.Tensor) -> bool:
-    """Whether any of the tensors lies in the storage of ``memory``."""
-    address = memory.untyped_storage().data_ptr()
-    return any(tensor.untyped_storage().data_ptr() == address for tensor in tensors)
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the storage that the tensor lies in."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _references(items: Sequence[object], index: int) -> int:
