@@ -74,9 +74,9 @@ ZSHARD_HD Bf16 from_float<Bf16>(float x) {
     return Bf16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
 #else
     const uint32_t bits = bit_cast<uint32_t>(x);
-    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t quiet = (bits >> 16) | 0x40u;
-    return Bf16{static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded)};
+    const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+    const uint32_t quiet = bits | 0x400000u;
+    return Bf16{static_cast<uint16_t>((x != x ? quiet : rounded) >> 16)};
 #endif
 }
 

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zshard import ops
 
+kStreamed = 2_200_003  # elements: more than 4 MiB in every dtype, which is stored around the cache
+
 
 def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
     """A call of each op, as torch.ops.zshard takes it, with the same values each time."""
@@ -83,9 +85,10 @@ def test_tracing_refuses_two_devices() -> None:
 
 
 def digest() -> str:
-    """A digest of all memory that large calls, of several grains, leave behind."""
+    """A digest of all memory that large calls leave behind: of several grains, and streamed."""
     sha = hashlib.sha256()
-    for name, arguments in samples("cpu", 200_003).items():
+    calls = [*samples("cpu", 200_003).items(), *samples("cpu", kStreamed).items()]
+    for name, arguments in calls:
         getattr(ops, name)(*arguments)
         for argument in arguments:
             for t in argument if isinstance(argument, list) else [argument]:

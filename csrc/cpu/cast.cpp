@@ -38,7 +38,7 @@ void cast(const CastArgs& args) {
 
 void split_master(const MasterArgs& args) {
     parallel(args.numel, kGrain, [&](int64_t begin, int64_t end) {
-        vectorised([begin, end, full = args.full, hi = args.hi, lo = args.lo] {
+        vectorised([begin, end, full = args.full, hi = args.hi, lo = args.lo](auto) {
             each(begin, end, [=](int64_t i) {
                 const SplitMaster planes = zshard::split_master(full[i]);
                 hi[i] = planes.hi;
@@ -50,7 +50,7 @@ void split_master(const MasterArgs& args) {
 
 void join_master(const MasterArgs& args) {
     parallel(args.numel, kGrain, [&](int64_t begin, int64_t end) {
-        vectorised([begin, end, full = args.full, hi = args.hi, lo = args.lo] {
+        vectorised([begin, end, full = args.full, hi = args.hi, lo = args.lo](auto) {
             each(begin, end, [=](int64_t i) { full[i] = zshard::join_master({hi[i], lo[i]}); });
         });
     });

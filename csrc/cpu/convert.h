@@ -11,7 +11,8 @@ namespace zshard::cpu {
 
 template <typename To, typename From>
 void convert_cached(To* out, const From* src, int64_t n, Wide<From> scale) {
-    vectorised([=] { each(0, n, [=](int64_t i) { out[i] = convert_scaled<To>(src[i], scale); }); });
+    vectorised(
+        [=](auto) { each(0, n, [=](int64_t i) { out[i] = convert_scaled<To>(src[i], scale); }); });
 }
 
 template <typename To, typename From>
@@ -20,12 +21,12 @@ void convert_streamed(To* out, const From* src, int64_t n, Wide<From> scale) {
     const int64_t head = std::min(to_next_line(out) / int64_t{sizeof(To)}, n);
     const int64_t tail = head + (n - head) / kCount * kCount;
     convert_cached(out, src, head, scale);
-    vectorised([=] {
+    vectorised([=](auto isa) {
         for (int64_t i = head; i < tail; i += kCount) {
             prefetch<kCount>(src + i);
             alignas(kLine) To line[kCount];
             for (int64_t k = 0; k < kCount; ++k) line[k] = convert_scaled<To>(src[i + k], scale);
-            stream_line(out + i, line);
+            stream_line<isa.value>(out + i, line);
         }
     });
     convert_cached(out + tail, src + tail, n - tail, scale);

@@ -1,18 +1,27 @@
 // Runs a loop compiled for the best vector instructions of this processor.
 //
 // [Note: one wheel, every ISA] The loop is a lambda. Each instantiation below inlines it, and all
-// it calls, into a function of its own target, where the compiler vectorises it anew: no
-// intrinsics, no copy of the formulas, one object file. The choice is made at run time. By [Note:
-// same bits] it changes the speed only.
+// it calls, into a function of its own target, where the compiler vectorises it anew: no copy of
+// the formulas, one object file, and no intrinsics but in stream_line. The lambda is told the level
+// for the sake of those. The choice is made at run time. By [Note: same bits] it changes the speed
+// only.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace zshard::cpu {
 
+// The x86-64 levels: SSE2, AVX2, AVX-512. Elsewhere there is the baseline alone.
+enum class Isa { kBaseline, kV3, kV4 };
+
+template <Isa kIsa>
+using IsaConstant = std::integral_constant<Isa, kIsa>;
+
 #ifdef __x86_64__
 
-enum class Isa { kBaseline, kV3, kV4 };  // the x86-64 levels: SSE2, AVX2, AVX-512
+#define ZSHARD_TARGET_V3 gnu::target("arch=x86-64-v3")
+#define ZSHARD_TARGET_V4 gnu::target("arch=x86-64-v4,prefer-vector-width=512")
 
 // The best level that this processor has, or the lower one that ZSHARD_ISA names. Throws on another
 // value, so call it before threads do.
@@ -21,21 +30,21 @@ Isa isa();
 inline void resolve_isa() { isa(); }
 
 template <typename Body>
-[[gnu::target("arch=x86-64-v4,prefer-vector-width=512"), gnu::flatten, gnu::noinline]]
+[[ZSHARD_TARGET_V4, gnu::flatten, gnu::noinline]]
 void run_v4(const Body& body) {
-    body();
+    body(IsaConstant<Isa::kV4>{});
 }
 
 template <typename Body>
-[[gnu::target("arch=x86-64-v3"), gnu::flatten, gnu::noinline]]
+[[ZSHARD_TARGET_V3, gnu::flatten, gnu::noinline]]
 void run_v3(const Body& body) {
-    body();
+    body(IsaConstant<Isa::kV3>{});
 }
 
 template <typename Body>
 [[gnu::flatten, gnu::noinline]]
 void run_baseline(const Body& body) {
-    body();
+    body(IsaConstant<Isa::kBaseline>{});
 }
 
 template <typename Body>
@@ -58,7 +67,7 @@ inline void resolve_isa() {}
 template <typename Body>
 [[gnu::flatten, gnu::noinline]]
 void vectorised(const Body& body) {
-    body();
+    body(IsaConstant<Isa::kBaseline>{});
 }
 
 #endif

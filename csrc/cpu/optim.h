@@ -31,7 +31,7 @@ void update_range(const OptimShard<Rule>& shard, int64_t begin, int64_t end, flo
     const auto states = std::to_array(shard.states);
     const auto* grad = static_cast<const Grad*>(shard.grad);
     auto* send = static_cast<Copy*>(shard.send);
-    vectorised([=] {
+    vectorised([=](auto isa) {
         constexpr int kUsed = Rule::used(kBranch);
         const typename Rule::Factors c = factors;
         const auto update = [=](int64_t i) {
@@ -74,7 +74,7 @@ void update_range(const OptimShard<Rule>& shard, int64_t begin, int64_t end, flo
             } else {
                 alignas(kLine) Send step[kStep];
                 each(0, kStep, [&](int64_t k) { step[k] = from_float<Send>(update(i + k)); });
-                store_step(send + i, step, stream);
+                store_step<isa.value>(send + i, step, stream);
             }
         }
         update_run(i, end);

@@ -10,7 +10,7 @@ namespace {
 template <typename T>
 void square_block(const T* x, int64_t count, double* squares) {
     static_assert(kSquareRows == 4);
-    vectorised([=] {
+    vectorised([=](auto) {
         const auto square = [=](int64_t i) {
             const double value = convert<Wide<T>>(x[i]);
             return value * value;

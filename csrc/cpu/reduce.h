@@ -23,7 +23,7 @@ struct Block {
 // A block's sum of squares in the order of [Note: sum of squares], from the sums of its rows.
 inline double square_sum(double* sums) {
     static_assert(kSquareGroup == 4);
-    vectorised([sums] {
+    vectorised([sums](auto) {
         for (int c = 0; c < kSquareColumns; ++c) {
             const double* g = sums + c * kSquareGroup;
             sums[c] = (g[0] + g[2]) + (g[1] + g[3]);
@@ -43,6 +43,14 @@ inline double lane_sum(const std::vector<double>& blocks) {
     return lanes[0];
 }
 
+// sum + x * x. A float's square is exact in a double, so a fused multiplication gives the same
+// bits; where the processor has none, it would be a call.
+template <Isa kIsa, typename Acc>
+[[gnu::always_inline]] inline double add_square(double sum, double x) {
+    if constexpr (kIsa >= Isa::kV3 && !std::is_same_v<Acc, double>) return std::fma(x, x, sum);
+    return sum + x * x;
+}
+
 // The last one or two chunks, the scale, the store and the squares in one loop: for two ranks this
 // is all there is, and the arithmetic hides behind the memory. Of one chunk `second` is not read.
 template <typename Acc, typename Chunk, int kChunks, bool kSummed, bool kAccumulate>
@@ -50,7 +58,7 @@ void finish_block(Block<Acc>& block, const Chunk* first, const Chunk* second, Ac
                   int64_t count, Wide<Acc> scale, bool stream) {
     using W = Wide<Acc>;
     std::fill_n(block.squares, kRow, 0.0);
-    vectorised([=, wide = block.wide, squares = block.squares] {
+    vectorised([=, wide = block.wide, squares = block.squares](auto isa) {
         const auto value_at = [=](int64_t i) {
             W sum = kSummed ? wide[i] + convert<W>(first[i]) : convert<W>(first[i]);
             if constexpr (kChunks == 2) sum += convert<W>(second[i]);
@@ -67,9 +75,9 @@ void finish_block(Block<Acc>& block, const Chunk* first, const Chunk* second, Ac
             double* row = squares + i % kRow;
             each(0, kStep, [&](int64_t k) {
                 const double x = convert<W>(step[k]);
-                row[k] += x * x;
+                row[k] = add_square<isa.value, Acc>(row[k], x);
             });
-            store_step(acc + i, step, stream);
+            store_step<isa.value>(acc + i, step, stream);
         }
         for (int64_t i = tail; i < count; ++i) {
             acc[i] = value_at(i);
@@ -86,7 +94,7 @@ void reduce_block(const Rows& chunks, int64_t begin, int64_t count, Acc* acc, do
     using W = Wide<Acc>;
     const int64_t early = chunks.count - 2;
     if (early > 0) {
-        vectorised([=, &chunks, wide = block.wide] {
+        vectorised([=, &chunks, wide = block.wide](auto) {
             for (int64_t rank = 0; rank < early; ++rank) {
                 const Chunk* chunk = chunks.row<Chunk>(rank) + begin;
                 for (int64_t i = 0; i < count; i += kStep) {
