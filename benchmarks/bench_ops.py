@@ -6,6 +6,7 @@ rate at which zshard moves the fewest possible bytes, over the rate of a plain c
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -84,7 +85,8 @@ def run(case: Case, device: torch.device, effort: Effort, replay: bool) -> Resul
         sides.clear()
         gc.collect()
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # after a capture that failed
+                torch.cuda.empty_cache()
 
 
 def _sets(nbytes: int, device: torch.device) -> int:
@@ -139,25 +141,26 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     print(headline(facts))
     refused = [f"{name}: no optimizer step, for want of memory" for name in too_large(device)]
     results = [ceiling(device, effort)]
+    # Replays last: a capture that fails may take what comes after it with it.
     modes = (False, True) if device.type == "cuda" else (False,)
-    progress = tqdm(chosen, unit="case", disable=None)
+    progress = tqdm([(case, mode) for mode in modes for case in chosen], unit="case", disable=None)
     failed = False
     # What has been measured is kept, whatever becomes of the rest.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for case in progress:
+        for case, replay in progress:
             progress.set_postfix_str(case.name)
-            for replay in modes:
-                try:
-                    results.append(run(case, device, effort, replay))
-                except NotCapturable as error:
-                    refused.append(f"{case.name}: not replayed: {error}")
-                except Exception as error:
-                    failed = True
-                    refused.append(f"FAILED: {case.name}: {type(error).__name__}: {error}")
+            try:
+                results.append(run(case, device, effort, replay))
+            except NotCapturable as error:
+                refused.append(f"{case.name}: not replayed: {error}")
+            except Exception as error:
+                failed = True
+                refused.append(f"FAILED: {case.name}: {type(error).__name__}: {error}")
     except SystemExit:
         failed = True
         refused.append(f"FAILED: ended by SIGTERM in {case.name}; what follows it was not run")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # no longer: what is there is written next
     print(table(results, unit=1e-3), shares(results), *refused, sep="\n\n")
     print(f"{effort.rounds} rounds after {effort.warmups} warm-ups. {_NOT_RUN}")
     if arguments.quick:

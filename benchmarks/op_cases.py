@@ -87,13 +87,14 @@ def pack_case(workload: str, source: torch.dtype, target: torch.dtype, ranks: in
 
         sides = [
             Side("pack_", lambda i: ops.pack_(outs[i], grads[i], offsets), nbytes=nbytes),
-            Side("chunk_cat", fresh, nbytes=peer_bytes),
+            Side("chunk_cat", fresh, nbytes=peer_bytes, captures=False),
             Side(
                 "chunk_cat, preallocated",
                 lambda i: torch.ops.fsdp.chunk_cat(
                     grads[i], dim=0, num_chunks=ranks, out=peer_outs[i]
                 ),
                 nbytes=peer_bytes,
+                captures=False,  # it asks for pinned memory
             ),
         ]
         sides = [side._replace(poison=lambda: poison(memory)) for side in sides]

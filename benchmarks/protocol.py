@@ -8,6 +8,7 @@ with a bootstrap interval. The first side runs twice a round under two names: th
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -49,12 +50,15 @@ class Side(NamedTuple):
         poison: makes stale outputs visible; called before every timed region, never timed.
         nbytes: the fewest bytes that the work has to move, each operand once; 0 where that is
             not what is measured.
+        captures: whether it can be captured into a CUDA graph. A capture that fails may leave
+            torch's allocator unusable, so what asks for pinned memory, say, is not tried.
     """
 
     name: str
     run: Callable[[int], object]
     poison: Callable[[], object] = lambda: None
     nbytes: int = 0
+    captures: bool = True
 
 
 class Ratio(NamedTuple):
@@ -83,6 +87,11 @@ class Ratio(NamedTuple):
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
     """The median of ``over[i] / under[i]`` over the rounds i."""
+    return _median_ratio(tuple(over), tuple(under))
+
+
+@functools.lru_cache(maxsize=4096)  # tables and files ask for the same ones several times
+def _median_ratio(over: tuple[float, ...], under: tuple[float, ...]) -> Ratio:
     ratios = torch.tensor(over, dtype=torch.float64) / torch.tensor(under, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(ratios), (_RESAMPLES, len(ratios)), generator=generator)
@@ -187,6 +196,9 @@ def measure(
     notes: list[str] = []
     runners = {}
     for side in contestants:
+        if replay and not side.captures:
+            notes.append(f"{side.name} is not replayed: it cannot be captured")
+            continue
         try:
             runners[side.name] = _Runner(side, device, sets, replay)
         except RuntimeError as error:

@@ -22,7 +22,8 @@ CUDA_TORCH = Torch(Path("site/torch"), "2.14.1+cu130", "13.0")
 
 @pytest.fixture(autouse=True)
 def no_switches(monkeypatch):
-    for name in ("ZSHARD_CUDA", "ZSHARD_CUDA_ARCHS", "ZSHARD_MAX_JOBS", "CUDA_HOME", "CXX"):
+    switches = ("ZSHARD_CUDA", "ZSHARD_CUDA_ARCHS", "ZSHARD_MAX_JOBS", "ZSHARD_WERROR")
+    for name in (*switches, "CUDA_HOME", "CXX"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -148,6 +149,25 @@ def test_every_target_gets_machine_code_and_the_last_one_ptx():
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90",
     ]
+
+
+def test_a_warning_ends_the_build_where_that_is_asked_for(monkeypatch):
+    commands = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("ZSHARD_WERROR", value)
+        tools = Toolchain(CPU_TORCH, Cuda("nvcc", "13.0", ["90"]))
+        for source in ("csrc/cpu/pack.cpp", "csrc/cuda/pack.cu"):
+            commands.append(tools.compile(Path(source), Path("pack.o")))
+    for lenient, strict in zip(commands[:2], commands[2:], strict=True):
+        assert not [word for word in lenient if "error" in word]
+        assert "-Wall" in lenient or "-Xcompiler=-Wall" in lenient
+        assert [word for word in strict if word not in lenient] in (
+            ["-Werror"],
+            ["-Werror", "all-warnings", "-Xptxas=--warning-as-error", "-Xcompiler=-Werror"],
+        )
+    monkeypatch.setenv("ZSHARD_WERROR", "yes")
+    with pytest.raises(BuildError, match=r"ZSHARD_WERROR='yes' is not one of 0, 1"):
+        Toolchain(CPU_TORCH, None)
 
 
 # --- what is compiled again ---

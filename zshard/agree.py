@@ -15,6 +15,7 @@ from .strategy import Strategy
 from .unitmap import UnitSpec
 
 _CHUNK = 1 << 17  # elements hashed at once: the temporary int64 copies, 1 MiB each, stay in cache
+_DEVICE_CHUNK = 1 << 24  # likewise on a GPU, where each copy then takes 128 MiB
 
 
 class _Fact(NamedTuple):
@@ -152,11 +153,12 @@ def digest(tensor: torch.Tensor) -> tuple[int, int]:
     if flat.dtype == torch.bool or flat.numel() == 0:
         flat = flat.to(torch.uint8)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    total = weighted = 0
-    for begin in range(0, flat.numel(), _CHUNK):
-        words = flat[begin : begin + _CHUNK].view(bits).to(torch.int64)
+    chunk = _CHUNK if flat.is_cpu else _DEVICE_CHUNK
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)  # read once: the host has to wait
+    for begin in range(0, flat.numel(), chunk):
+        words = flat[begin : begin + chunk].view(bits).to(torch.int64)
         # An odd weight that differs by position, so that swapped elements show.
         weight = torch.arange(begin, begin + words.numel(), device=words.device) * 2 + 1
-        total += int(words.sum())
-        weighted += int((words * weight).sum())
+        sums += torch.stack((words.sum(), (words * weight).sum()))
+    total, weighted = sums.tolist()
     return total, weighted
