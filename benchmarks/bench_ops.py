@@ -20,7 +20,7 @@ import torch
 from command import LOOK, check, make_parser, positive, write
 from environment import describe, headline
 from op_cases import Case, cast_case, copy_side, gather_case, pack_case, reduce_case
-from optim_cases import adamw_case, fused_case, phase_case
+from optim_cases import PATTERNS, adamw_case, fused_case, phase_case
 from protocol import Effort, NotCapturable, Result, Side, aligned, measure, table
 from stream import compile_stream
 from tqdm import tqdm
@@ -109,12 +109,13 @@ def shares(results: list[Result]) -> str:
     rows = []
     for result in results:
         rate = result.nbytes[result.first] / min(result.seconds[result.first]) / 1e9
-        copied, pattern = result.share("copy"), result.share("4 reads, 3 writes")
+        copied = result.share("copy")
+        pattern = next(filter(None, map(result.share, PATTERNS.values())), None)
         cells = [f"{copied.median:.2f}", copied.interval] if copied else ["", ""]
         rows.append(
             [result.case, f"{rate:.1f}", *cells, f"{pattern.median:.2f}" if pattern else ""]
         )
-    return aligned(["case", "GB/s", "of copy", "95 %", "of 4r3w"], rows, texts=1)
+    return aligned(["case", "GB/s", "of copy", "95 %", "of pattern"], rows, texts=1)
 
 
 def draw(results: list[Result], facts: dict[str, object], path: Path) -> None:

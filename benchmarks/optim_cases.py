@@ -27,7 +27,11 @@ _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
-Stream = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+Stream = Callable[..., None]  # see stream.py
+
+
+# The reads and writes of an update alone, without and with a copy; by operands of ``Stream``.
+PATTERNS = {4: "4 reads, 3 writes", 5: "4 reads, 4 writes"}
 
 
 class _State:
@@ -246,9 +250,11 @@ def adamw_case(
             Side("adamw_", lambda i: states[i].zshard_step(), nbytes=nbytes),
             Side(theirs, lambda i: states[i].torch_passes(), nbytes=nbytes),
         ]
-        if stream is not None and device.type == "cpu" and not (apart or low):
-            operands = [torch.randn(numel) for _ in range(4)]
-            sides.append(Side("4 reads, 3 writes", lambda i: stream(*operands), nbytes=28 * numel))
+        if stream is not None and device.type == "cpu" and not apart:
+            operands = [torch.randn(numel) for _ in range(3)]
+            operands += [torch.randn(numel).to(grad) for _ in range(2 if low else 1)]
+            name = PATTERNS[len(operands)]
+            sides.append(Side(name, lambda i: stream(*operands), nbytes=nbytes))
         return sides
 
     name = f"adamw {_NAMES[grad]} grads {workload}{' apart' if apart else ''}"

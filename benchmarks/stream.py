@@ -1,4 +1,4 @@
-"""The ceiling of an optimizer step on CPU: its 4-read 3-write pattern, compiled on the spot."""
+"""The ceiling of an optimizer step on CPU: its reads and writes alone, compiled on the spot."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_LINE = 32  # bf16 elements: threads begin where a line of the copy does
 
-def compile_stream() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+
+def compile_stream() -> Callable[..., None] | None:
     """Return ``stream(p, m, v, g)`` for flat fp32 tensors of one size; None without a compiler.
 
-    It uses as many threads as torch does now.
+    ``stream(p, m, v, g, s)`` likewise, ``g`` bf16, writes a bf16 copy of ``p`` to ``s``, which
+    begins at a cache line. As many threads work as torch has now.
     """
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
@@ -27,15 +30,18 @@ def compile_stream() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
         library = Path(folder, "stream.so")
         command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", str(source)]
         subprocess.run([*command, "-o", str(library)], check=True)
-        function = ctypes.CDLL(str(library)).four_read_three_write
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 2
-    function.restype = None
+        loaded = ctypes.CDLL(str(library))
+    functions = {4: loaded.four_read_three_write, 5: loaded.four_read_four_write}
+    for operands, function in functions.items():
+        function.argtypes = [ctypes.c_void_p] * operands + [ctypes.c_int64] * 2
+        function.restype = None
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads)
 
-    def stream(p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
-        pointers = [tensor.data_ptr() for tensor in (p, m, v, g)]
-        cuts = [p.numel() * part // threads for part in range(threads + 1)]
+    def stream(*tensors: Tensor) -> None:
+        function, numel = functions[len(tensors)], tensors[0].numel()
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        cuts = [numel // _LINE * part // threads * _LINE for part in range(threads)] + [numel]
         if threads == 1:
             function(*pointers, *cuts)
             return
