@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import re
 import subprocess
 from pathlib import Path
@@ -221,6 +222,21 @@ def test_the_binary_uses_the_stable_abi_alone():
     assert unstable == []
     cuda = [name for name in names if re.match(r"(cuda|__cuda)[A-Z]|cu[A-Z]|.*cuda_stream", name)]
     assert cuda == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's vector levels")
+def test_lines_are_streamed_by_the_widest_stores_of_each_level():
+    """[Note: streamed lines] in csrc/cpu/memory.h: narrower ones hold up loads, as calls do."""
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", _C.__file__]
+    stores: dict[str, set[str]] = {"run_v3": set(), "run_v4": set(), "run_baseline": set()}
+    level = ""
+    for line in subprocess.check_output(command, text=True).splitlines():
+        if line.endswith(">:"):
+            level = next((name for name in stores if name in line), "")
+        elif level and (store := re.search(r"movnt\w+\s+%(\w)mm", line)):
+            stores[level].add(store[1])
+        assert not (level and "call" in line and "stream_line" in line), line
+    assert stores == {"run_v3": {"y"}, "run_v4": {"z"}, "run_baseline": {"x"}}
 
 
 def test_build_info_tells_how_the_binary_was_made():
