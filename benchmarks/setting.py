@@ -45,10 +45,11 @@ class Setting:
     def build(self) -> nn.Module:
         """The plain model, with the same values every time."""
         torch.manual_seed(0)
-        if self.model == "units":
-            return _Units().to(self.device)
-        layers, width, heads = SIZES[self.model]
-        return GPT(GPTConfig(layers, width, heads, context=self.tokens)).to(self.device)
+        with self.device:  # drawn there: on one CPU thread a large model takes seconds
+            if self.model == "units":
+                return _Units()
+            layers, width, heads = SIZES[self.model]
+            return GPT(GPTConfig(layers, width, heads, context=self.tokens))
 
     def batches(self, rank: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
         """Inputs and targets of ``count`` steps, of this rank's own."""
