@@ -19,6 +19,8 @@ namespace zshard::cpu {
 inline constexpr int64_t kGrain = 32768;
 
 // Outputs of at least this many bytes are not read back from the cache, and are stored around it.
+// Where nothing else runs a cache of 32 MiB would keep larger ones, but a whole training step took
+// 1.05 times as long with 12 MiB here (units of 6 MB; Zen 4).
 inline constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
 // Calls f(begin, end) on ranges that cover [0, count), on torch's intra-op threads.
