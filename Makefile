@@ -20,9 +20,6 @@ SOURCES := $(shell find csrc) $(wildcard cmake/*.py) setup.py pyproject.toml
 CPP_SOURCES = $(shell find csrc cmake -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PYTHON_SOURCES := setup.py cmake zshard tests benchmarks
 
-# Of ours, every warning is an error; see cmake/toolchain.py.
-export ZSHARD_WERROR ?= 1
-
 .PHONY: train test build lint format check-headers check-wheel clean
 
 train: $(BUILT)

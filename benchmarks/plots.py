@@ -8,10 +8,11 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from optim_cases import PATTERNS
 from protocol import Result
 
 _OURS, _THEIRS, _COMPUTE, _EXPOSED = "#c44e52", "#8c8c8c", "#4c72b0", "#dd8452"
-_REFERENCES = ("copy", "4 reads, 3 writes", "4 reads, 4 writes")  # ceilings, no peers
+_REFERENCES = ("copy", *PATTERNS.values())  # ceilings, no peers
 _BASES = ("compute", "plain")  # what every side's time is counted from
 
 

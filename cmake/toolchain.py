@@ -4,8 +4,8 @@ Switches (environment), read here and nowhere else:
   ZSHARD_CUDA        auto (default) = compile CUDA where nvcc is found; 1 = require it; 0 = omit it
   ZSHARD_CUDA_ARCHS  compute capabilities to compile for, "80,90,100,120" unless given
   ZSHARD_MAX_JOBS    compiler processes at a time; the number of processors unless given
-  ZSHARD_WERROR      1 = a warning ends the build, as `make` has it; 0 (default) = it does not: who
-                     installs zshard may have a compiler that is newer than all of ours
+  ZSHARD_WERROR      1 = a warning ends the build, as in CI; 0 (default) = it does not: who builds
+                     zshard may have a compiler that is newer than all of ours
   CUDA_HOME, CXX     where nvcc is (else PATH), and the C++ compiler (else g++)
 """
 

@@ -22,6 +22,7 @@ from steps import batch
 from torch import Tensor, nn
 
 import zshard
+from zshard import agree
 
 Act = Callable[[nn.Module], object]
 
@@ -276,3 +277,13 @@ def test_torchs_clipping_is_refused_with_ours(foreach: bool) -> None:
     with pytest.raises(zshard.ShardedAccessError, match=r"norm of .*Clip with zshard\.clip_grad_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
     goes_on(model)
+
+
+@pytest.mark.parametrize("at", [0, agree._CHUNK, 2 * agree._CHUNK + 4])
+def test_the_digest_of_values_is_of_all_its_chunks_and_of_their_order(at: int) -> None:
+    values = torch.randn(2 * agree._CHUNK + 5)
+    other, swapped = values.clone(), values.clone()
+    other[at] += 1
+    swapped[at], swapped[1] = values[1], values[at]
+    assert len({agree.digest(each) for each in (values, other, swapped)}) == 3
+    assert agree.digest(values.clone()) == agree.digest(values)
