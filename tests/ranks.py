@@ -111,7 +111,12 @@ def start_server() -> None:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, group: bool = True
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    grace: float = kGraceSeconds,
+    group: bool = True,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on `world_size` ranks; return their results in rank order.
 
@@ -120,6 +125,7 @@ def run_ranks(
         world_size: the number of rank processes.
         args: picklable arguments, the same for every rank.
         timeout: seconds until every rank is killed and the case fails.
+        grace: seconds for the others once a rank has failed.
         group: initialise a gloo process group (a FileStore) over the ranks before `fn`.
 
     Raises:
@@ -137,7 +143,7 @@ def run_ranks(
             )
             process.start()
             ranks.append(_Rank(rank, folder, process))
-        order = _wait(ranks, time.monotonic() + timeout)
+        order = _wait(ranks, time.monotonic() + timeout, grace)
         failed = [rank for rank in order if rank.failed]
         if failed:
             late = [rank.rank for rank in ranks if rank.at_deadline]
@@ -151,12 +157,12 @@ def run_ranks(
         return [rank.value for rank in ranks]
 
 
-def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
+def _wait(ranks: Sequence[_Rank], deadline: float, grace: float) -> list[_Rank]:
     """Wait for every rank, killing what outlives the deadline; returns them in order of ending."""
     running = {rank.process.sentinel: rank for rank in ranks}
     ended: list[_Rank] = []
     try:
-        late = _wait_for(running, ended, deadline)
+        late = _wait_for(running, ended, deadline, grace)
     finally:  # also where the test itself is interrupted
         for rank in ranks:
             # The process group of every rank, of the ended ones too: what a rank started ends here.
@@ -167,7 +173,9 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
     return ended + late
 
 
-def _wait_for(running: dict[int, _Rank], ended: list[_Rank], deadline: float) -> list[_Rank]:
+def _wait_for(
+    running: dict[int, _Rank], ended: list[_Rank], deadline: float, grace: float
+) -> list[_Rank]:
     """Move ranks from `running` to `ended` until the deadline; returns those that are late."""
     while running:
         ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
@@ -177,7 +185,7 @@ def _wait_for(running: dict[int, _Rank], ended: list[_Rank], deadline: float) ->
         for rank in now_ended:
             rank.collect()
             if rank.failed:
-                deadline = min(deadline, time.monotonic() + kGraceSeconds)
+                deadline = min(deadline, time.monotonic() + grace)
         # Of two found ended at once, the one that failed explains the other.
         ended += sorted(now_ended, key=lambda rank: not rank.failed)
     late = list(running.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from steps import all_by_messages, build, one_step
@@ -27,7 +28,8 @@ def ways(rank: int, world_size: int, strategy: str, hosts: int) -> Counter[str]:
             real, label = getattr(owner, name), f"{owner.__name__.rpartition('.')[2]}.{name}"
 
             def counted(*args, real=real, label=label, **kwargs):  # type: ignore[no-untyped-def]
-                used[label] += not kwargs.get("group") or bool(kwargs.get("async_op"))
+                rows = (each for each in args if isinstance(each, torch.Tensor))
+                used[label] += any(each.dtype == torch.uint8 for each in rows)
                 return real(*args, **kwargs)
 
             patch.setattr(owner, name, counted)

@@ -126,6 +126,7 @@ def dies(rank: int, world_size: int, first: str, second: str, at: object, folder
                 loss.backward()
     except zshard.CommError as error:
         Path(folder, str(rank)).write_text(str(error))
+        os._exit(0)  # the group's end would wait for a send that gloo has forgotten
 
 
 @pytest.mark.parametrize("at", [0, 1, "all_gather", "reduce_scatter", "all_reduce"])
@@ -133,10 +134,10 @@ def dies(rank: int, world_size: int, first: str, second: str, at: object, folder
 def test_a_rank_killed_in_either_is_named(
     first: str, second: str, at: object, tmp_path: Path
 ) -> None:
-    with pytest.raises(RankFailure) as caught:  # the others have 2 s from then on
-        run_ranks(dies, 3, first, second, at, str(tmp_path))
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(dies, 3, first, second, at, str(tmp_path), grace=8)
     assert "rank 1 was killed by SIGKILL" in str(caught.value)
     for rank in (0, 2):
-        assert f"rank {rank} returned" in str(caught.value)
+        assert f"rank {rank} left no result and exited with status 0" in str(caught.value)
         said = (tmp_path / str(rank)).read_text()
         assert re.search(r"rank 1 \(process \d+\) has ended\. It was seen last at", said), said

@@ -57,11 +57,13 @@ class Handle:
         comm: Comm,
         work: Work | None,
         mark: Mark,
+        over: Ranks,
         op: str,
         tag: Tag,
         transfer: Transfer | None = None,
     ) -> None:
-        self._comm, self._work, self._mark, self._op, self._tag = comm, work, mark, op, tag
+        self._comm, self._work, self._mark, self._over = comm, work, mark, over
+        self._op, self._tag = op, tag
         self.transfer = transfer
 
     def wait(self) -> None:
@@ -80,7 +82,7 @@ class Handle:
         if self._work is not None:
             start = time.perf_counter()
             with self._comm.named_errors(self._op, self._tag):
-                self._work.wait()
+                self._over.wait(self._work)
             now = time.perf_counter()
             self._comm.stats.exposed_seconds += now - start
             self._work = None
@@ -267,7 +269,7 @@ class Comm:
                     transfer.by_waiter = True
                 else:
                     transfer.watch(work.works if isinstance(work, Together) else [work])
-            handle = Handle(self, work, lane.mark(), op, tag, transfer)
+            handle = Handle(self, work, lane.mark(), over, op, tag, transfer)
         if transfer is not None and trace is not None and not self.on_lane:
             transfer.back = trace.stamp()
         return handle

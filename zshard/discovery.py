@@ -5,21 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Iterable
-from contextlib import suppress
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from .groups import Ranks
-from .shared import descriptor_path
+from .processes import Life, Processes, close_all, descriptor_path
 
-
-class Life(NamedTuple):
-    """A rank's process: ``fd`` is readable once it has ended."""
-
-    pid: int
-    fd: int
+if TYPE_CHECKING:
+    from .groups import Ranks
 
 
 class _Place(NamedTuple):
@@ -31,8 +24,8 @@ class _Place(NamedTuple):
     proof: bytes  # that a process is the one meant: another host may have one of the same number
 
 
-def find_each_other(ranks: Ranks, device: torch.device) -> tuple[list[Life], str]:
-    """Every rank's process, and "" or why one of them is out of reach. All ranks have to call."""
+def find_each_other(ranks: Ranks, device: torch.device) -> tuple[Processes | None, str]:
+    """The ranks' processes, or why one of them is out of reach. All ranks have to call."""
     linux = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
     possible = linux and device.type in ("cpu", "cuda") and ranks.backend != "fake"
     made, proof, problem = -1, secrets.token_bytes(16), ""
@@ -63,7 +56,11 @@ def find_each_other(ranks: Ranks, device: torch.device) -> tuple[list[Life], str
             )
     ranks.all_gather_object(None)  # all have looked
     close_all([made] if made >= 0 else [])
-    return lives, problem
+    if problem:
+        close_all([life.fd for life in lives])
+        return None, problem
+    names = [ranks.name(rank) for rank in range(ranks.size)]
+    return Processes(names, lives), ""
 
 
 def _check(place: _Place) -> str:
@@ -73,10 +70,3 @@ def _check(place: _Place) -> str:
     finally:
         os.close(opened)
     return "" if same else f"process {place.pid} is another one here"
-
-
-def close_all(descriptors: Iterable[int]) -> None:
-    """Close files, whatever has become of them."""
-    for descriptor in descriptors:
-        with suppress(OSError):
-            os.close(descriptor)

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .control import control_group
+from .discovery import find_each_other
 from .errors import InputError, WrapError
 from .messages import Messenger, Together, Work
 
 if TYPE_CHECKING:
     from .neighbours import Neighbours
+    from .processes import Processes
 
 # torch 2.13 renamed these, and warns at every call by the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -57,10 +59,12 @@ class Ranks:
         in_memory: whether ranks read each other's memory (peer.py), and nothing is sent.
         read_by_waiter: whether it is the host that does, when it waits.
         neighbours: where the ranks meet that also wrap models over shared memory; else None.
+        found: their processes, or why these were not found; None where nobody has looked.
     """
 
     in_memory = read_by_waiter = False
     neighbours: Neighbours | None = None
+    found: tuple[Processes | None, str] | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -82,11 +86,36 @@ class Ranks:
         return f"rank {rank}" + (f" (global rank {everywhere})" if everywhere != rank else "")
 
     def find_hosts(self) -> None:
-        """Learn from every rank whether all are on one host; see [Note: the ways of gloo]."""
+        """Learn from every rank whether all are on one host; see [Note: the ways of gloo].
+
+        There they see each other's processes; see [Note: a send that gloo forgets].
+        """
         if self.in_memory or not self._gloo or self.group is None or self.size == 1:
             return
         if len(set(self.all_gather_object(_host()))) > 1:
             self._messenger = Messenger(self.group, self.rank, self.size)
+        else:
+            self.found = find_each_other(self, self.device)
+
+    @property
+    def _processes(self) -> Processes | None:
+        return self.found[0] if self.found is not None else None
+
+    def ended(self) -> str:
+        """Which ranks have ended, for an error that names none; or ""."""
+        if self.neighbours is not None:
+            return self.neighbours.ended()
+        if self._processes is None:
+            return ""
+        gone = self._processes.ended(after_error=True)
+        return "".join(f" {self._processes.name(rank)} has ended." for rank in gone)
+
+    def wait(self, work: Work) -> None:
+        """Wait for what one of these collectives has started."""
+        if self._processes is not None:
+            self._processes.wait(work)
+        else:
+            work.wait()
 
     def chunks(self, dtype: torch.dtype) -> int:
         """Rows that ``Comm.exchange`` delivers; see ``chunk_rows``."""
@@ -200,7 +229,8 @@ class Ranks:
         if self.neighbours is not None:
             return self.neighbours.words(mine)
         everyone = mine.new_empty(self.size * mine.numel())
-        dist.all_to_all_single(everyone, mine.repeat(self.size), group=self.control)
+        sent = mine.repeat(self.size)
+        self.wait(dist.all_to_all_single(everyone, sent, group=self.control, async_op=True))
         return everyone
 
     def all_gather_object(self, value: object) -> list[object]:

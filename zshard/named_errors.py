@@ -31,8 +31,8 @@ class NamedErrors(NamedTuple):
             self.comm.broken = True
         if isinstance(error, RuntimeError) and not isinstance(error, Error):
             self.comm.broken = True
-            unnamed = neighbours is not None and not isinstance(error, Missed)
-            ended = neighbours.ended() if neighbours is not None and unnamed else ""
+            unnamed = not isinstance(error, Missed)
+            ended = "".join(over.ended() for over in self.comm.axes) if unnamed else ""
             if _says_out_of_memory(error):
                 cause = "This rank is out of memory, and the other ranks wait for it."
             elif isinstance(error, Missed):

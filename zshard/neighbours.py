@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
-import select
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,12 +18,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from .discovery import Life, close_all
 from .groups import Ranks
+from .processes import Processes
 from .shared import Arena, Window
 
 _SLICE_SECONDS = 0.05  # of a wait, between looks at whether the others are alive
-_END_MILLISECONDS = 500  # from the end of a process's connections to its own, at most
 _MAILBOX_BYTES = 1 << 20  # of each rank
 _NOTE_BYTES = 256
 _SMALL_SUM = 1 << 16  # bytes: sums below have a window of their own, to be waited for later
@@ -39,7 +37,7 @@ class Neighbours:
     """What the ranks of ``ranks`` share.
 
     Args:
-        lives: of every rank, this one's too.
+        processes: the ranks'.
 
     It is a context that no exception leaves unnoticed: one in the middle of a collective, out of a
     signal's handler say, is told to the others, and makes this rank give up.
@@ -49,16 +47,11 @@ class Neighbours:
         failed: why this rank has given up, "" as long as it has not; see ``recover``.
     """
 
-    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, lives: list[Life]) -> None:
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, processes: Processes) -> None:
         self.token = str(ranks.all_gather_object(secrets.token_hex(8))[0])
         self.failed = ""
-        self._ranks, self._lives = ranks, lives
-        self._names = [ranks.name(rank) for rank in range(ranks.size)]
+        self._ranks, self._processes = ranks, processes
         self._group = group  # so that no other one takes its id; see `known`
-        self._ended = select.poll()
-        for life in lives:
-            self._ended.register(life.fd, select.POLLIN)
-        weakref.finalize(self, close_all, [life.fd for life in lives])
         self._seconds = timeout_of(group, ranks.device).total_seconds()
         self._arena = Arena(ranks)
         self._mailbox = self._arena.window(_MAILBOX_BYTES)
@@ -130,24 +123,21 @@ class Neighbours:
     def _problem(self, late: int, out_of_time: bool) -> str:
         """Why it makes no sense to wait for rank ``late`` any longer; "" if it does."""
         noted = self._noted(late)
-        name = f"{self._names[late]} (process {self._lives[late].pid})"
+        name = self._processes.name(late)
         if noted.startswith(_FAILED.decode()):
             return f"{name} has given up: {noted[1:]}"
         seen = f"It was seen last at {noted}" if noted else "It has not been seen yet"
-        gone = {fd for fd, _ in self._ended.poll(0)}
-        if self._lives[late].fd in gone:
+        ended = self._processes.ended()
+        if late in ended:
             return f"{name} has ended. {seen}"
         if out_of_time:
-            ended = [rank for rank, life in enumerate(self._lives) if life.fd in gone]
             also = f", and these ranks have ended: {ended}" if ended else ""
             return f"{name} is alive but has not come for {self._seconds:g} s{also}. {seen}"
         return ""
 
     def ended(self) -> str:
         """Which ranks have ended, and what they were at, for an error that names none; or ""."""
-        # A process closes its connections a moment before it is seen to have ended.
-        gone = {fd for fd, _ in self._ended.poll(_END_MILLISECONDS)}
-        found = [rank for rank, life in enumerate(self._lives) if life.fd in gone]
+        found = self._processes.ended(after_error=True)
         return "".join(f" {self._problem(rank, False)}." for rank in found)
 
     # --- what is small ---------------------------------------------------------------------------
@@ -171,7 +161,7 @@ class Neighbours:
 
     def words(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's ``mine`` (n,), one behind the other."""
-        everyone = mine.new_empty(len(self._lives), mine.numel())
+        everyone = mine.new_empty(self._ranks.size, mine.numel())
 
         def take(begin: int, rows: torch.Tensor) -> None:
             first, words = begin // mine.itemsize, rows.view(mine.dtype)
@@ -222,7 +212,7 @@ class Neighbours:
     def given_up(self) -> bool:
         """Whether any rank has, as far as can be seen here."""
         mark = _FAILED.decode()
-        return any(self._noted(rank).startswith(mark) for rank in range(len(self._lives)))
+        return any(self._noted(rank).startswith(mark) for rank in range(self._ranks.size))
 
     def recover(self, arenas: Iterable[Arena], mine: object) -> list[object]:
         """Begin anew where ranks have given up; all come here, through the process group.

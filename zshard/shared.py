@@ -26,6 +26,7 @@ import torch
 from . import _C
 from .errors import WrapError
 from .groups import Ranks
+from .processes import descriptor_path
 
 _PRESENCE_BYTES = 64  # of each rank, at the start of a window: what _C.Rendezvous counts in
 _SMALL = 1 << 20  # bytes: windows below this share extents of this size
@@ -148,11 +149,6 @@ class Arena:
             _refuse(problems, part, ranks)
         extent = self._extents[parts.data_ptr()] = _Extent(parts)
         return extent
-
-
-def descriptor_path(descriptor: int) -> str:
-    """Where other processes of this user find an open file of this one."""
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _needed(nbytes: int) -> int:

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from .discovery import close_all, find_each_other
+from .discovery import find_each_other
 from .errors import InputError, MismatchError, WrapError
 from .groups import Ranks
 from .neighbours import Neighbours, known
@@ -151,18 +151,17 @@ def _reached(ranks: Ranks, device: torch.device) -> tuple[Ranks | None, _Hindran
     assert group is not None
     if ranks.neighbours is not None:
         return PeerRanks(group, device, ranks.neighbours), None
-    lives, problem = find_each_other(ranks, device)
+    processes, problem = ranks.found or find_each_other(ranks, device)
     problems = [str(each) for each in ranks.all_gather_object(problem)]
     if any(problems):
-        close_all([life.fd for life in lives])
         rank = next(rank for rank, each in enumerate(problems) if each)
         text = f"{ranks.name(rank)} of {ranks.size}: {problems[rank]}"
         return None, _Hindrance(text, lack=False)
-    if device.type == "cuda":
-        close_all([life.fd for life in lives])  # a barrier's timeout tells that a rank is missing
+    if device.type == "cuda":  # a barrier's timeout tells that a rank is missing
         return SymmetricRanks(group, device), None
+    assert processes is not None
     try:
-        there = known[id(group)] = Neighbours(ranks, group, lives)
+        there = known[id(group)] = Neighbours(ranks, group, processes)
     except NoSharedMemory as error:
         return None, _Hindrance(str(error), lack=True)
     return PeerRanks(group, device, there), None

@@ -1,0 +1,110 @@
+"""A rank that waits in gloo for one that has ended is told so, also where gloo forgets a send."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailure, run_ranks
+
+import zshard
+from zshard import processes
+from zshard.comm import Comm, Tag
+from zshard.groups import Ranks
+
+_CPU = torch.device("cpu")
+_TAG = Tag(3, "gather", "blocks.0")
+_GRACE_SECONDS = 1.0
+
+
+def forgets(rank: int, world_size: int, op: str, folder: str) -> None:
+    """Rank 1 is killed; rank 0's collective never ends, as it needs rank 2, which does not come."""
+    comm = Comm(None, _CPU, "group")
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        processes._GRACE_SECONDS = _GRACE_SECONDS
+        stuck = Ranks(pair, _CPU).start_all_reduce(torch.ones(3), maximum=False)
+        dist.all_to_all_single = lambda *_, **__: stuck
+        began = time.monotonic()
+        with pytest.raises(zshard.CommError) as raised:
+            if op == "agree":
+                comm.all_gather_words([1, 2], _TAG)
+            else:
+                full = torch.zeros(192, dtype=torch.uint8)
+                comm.all_gather(full, full[:64], _TAG).wait()
+        took = time.monotonic() - began
+        Path(folder, "said").write_text(f"{took} {raised.value}")
+    time.sleep(0 if rank == 0 else 30)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("op", ["agree", "all_gather"])
+def test_a_wait_that_gloo_would_not_end_ends_with_the_name_of_the_rank_that_ended(
+    op: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"):
+        run_ranks(forgets, 3, op, str(tmp_path), grace=8)
+    took, said = (tmp_path / "said").read_text().split(" ", 1)
+    assert _GRACE_SECONDS <= float(took) < _GRACE_SECONDS + 3
+    assert f"rank 0 of 3: {op} in gather of unit 'blocks.0' in step 3 failed: not complete" in said
+    assert "rank 1 (process " in said
+    assert "has ended" in said
+
+
+def outlasts(rank: int, world_size: int) -> float:
+    """Rank 1 has ended; rank 2 comes later than a look at the processes, and is waited for."""
+    over = Comm(None, _CPU, "group").shards
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        return 0.0
+    if rank == 2:
+        time.sleep(2.0)
+    value = torch.ones(3)
+    over.wait(Ranks(pair, _CPU).start_all_reduce(value, maximum=False))
+    return float(value.sum())
+
+
+def test_a_rank_that_goes_early_ends_no_collective_of_the_others() -> None:
+    assert run_ranks(outlasts, 3, timeout=30) == [6.0, 0.0, 6.0]
+
+
+def fails(rank: int, world_size: int) -> str:
+    comm = Comm(None, _CPU, "group")
+    if rank == 1:
+        return ""
+    with pytest.raises(zshard.CommError) as raised:
+        for _ in range(2):  # the first may be complete before the connection is closed
+            comm.all_gather_words([1], _TAG)
+    return str(raised.value)
+
+
+def test_an_error_of_gloo_names_the_rank_that_ended() -> None:
+    said = run_ranks(fails, 2, timeout=30)[0]
+    assert "agree in gather of unit 'blocks.0' in step 3 failed: " in said
+    assert "rank 1 (process " in said
+    assert "has ended" in said
+    assert "not complete" not in said  # gloo's own error, at once
+
+
+def hosts(rank: int, world_size: int) -> list[bool]:
+    """On two hosts, as far as the ranks can tell, nobody looks for processes."""
+    from zshard import groups
+
+    groups._host = lambda: f"host {rank % 2}"
+    over = Ranks(dist.group.WORLD, _CPU)
+    over.find_hosts()
+    apart = over.found is None
+    groups._host = lambda: "host"
+    over.find_hosts()
+    return [apart, over.found is not None and over.found[0] is not None]
+
+
+def test_processes_are_looked_for_on_one_host() -> None:
+    assert run_ranks(hosts, 2) == [[True, True]] * 2

@@ -1,0 +1,107 @@
+"""The processes of the ranks of one host: which of them have ended, and who waits for them.
+
+[Note: a send that gloo forgets]
+A send to a process that has just ended may fail while gloo writes it at once. gloo then closes the
+connection, and every send and receive that it has noted fails, but this one is not noted anywhere:
+its collective ends only when the group's timeout is over, half an hour as a rule. So a wait looks
+from time to time whether the other processes still live. One that has ended is no error by itself:
+a rank that has all it needs of the last collective may go before the others have.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from .messages import Together, Work
+
+_SLICE_SECONDS = 0.5  # of a wait, between looks at whether the others live
+_GRACE_SECONDS = 5.0  # from the end of a rank to that of the collectives it had taken part in
+_END_MILLISECONDS = 500  # from the end of a process's connections to its own, at most
+
+
+class Life(NamedTuple):
+    """A rank's process: ``fd`` is readable once it has ended."""
+
+    pid: int
+    fd: int
+
+
+class Processes:
+    """Those of all ranks of a group.
+
+    Args:
+        names: what errors call the ranks; lives: of every rank, this one's too.
+    """
+
+    def __init__(self, names: Sequence[str], lives: Sequence[Life]) -> None:
+        self._names = [
+            f"{name} (process {life.pid})" for name, life in zip(names, lives, strict=True)
+        ]
+        self._ranks = {life.fd: rank for rank, life in enumerate(lives)}
+        self._poll = select.poll()
+        for life in lives:
+            self._poll.register(life.fd, select.POLLIN)
+        weakref.finalize(self, close_all, [life.fd for life in lives])
+
+    def name(self, rank: int) -> str:
+        """What errors call ``rank``."""
+        return self._names[rank]
+
+    def ended(self, *, after_error: bool = False) -> list[int]:
+        """The ranks whose processes have ended.
+
+        Args:
+            after_error: a connection was closed; its process is seen to have ended a moment later.
+        """
+        gone = self._poll.poll(_END_MILLISECONDS if after_error else 0)
+        return sorted(self._ranks[fd] for fd, _ in gone)
+
+    def wait(self, work: Work) -> None:
+        """Wait for a collective of gloo; see [Note: a send that gloo forgets].
+
+        Raises:
+            RuntimeError: it failed, or is not complete although a rank ended a while ago.
+        """
+        for each in work.works if isinstance(work, Together) else [work]:
+            if isinstance(each, dist.Work):
+                self._wait(each)
+            else:
+                each.wait()
+
+    def _wait(self, work: dist.Work) -> None:
+        seen: float | None = None  # that a rank has ended
+        while True:
+            try:
+                work.wait(timedelta(seconds=_SLICE_SECONDS))
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what went wrong, unless it has just become complete
+                    return
+            else:
+                return
+            now = time.monotonic()
+            if seen is None and self.ended():
+                seen = now
+            if seen is not None and now - seen >= _GRACE_SECONDS:
+                raise RuntimeError(f"not complete {_GRACE_SECONDS:g} s after a rank has ended")
+
+
+def descriptor_path(descriptor: int) -> str:
+    """Where other processes of this user find an open file of this one."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close files, whatever has become of them."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
