@@ -32,13 +32,16 @@ kPrecisions = {
 
 
 def shared_bytes() -> int:
-    """Bytes of shared memory that are mapped here, and what is open of it and of other ranks."""
+    """Bytes of shared memory that are mapped here, and files of it that are open."""
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0].split("-") for line in maps if "memfd:zshard" in line]
+    return opened("memfd:zshard") + sum(int(end, 16) - int(begin, 16) for begin, end in spans)
+
+
+def opened(what: str) -> int:
+    """Descriptors of it."""
     paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    names = [os.readlink(path) for path in paths if os.path.islink(path)]
-    opened = sum("memfd:zshard" in name or "pidfd" in name for name in names)
-    return opened + sum(int(end, 16) - int(begin, 16) for begin, end in spans)
+    return sum(what in os.readlink(path) for path in paths if os.path.islink(path))
 
 
 class Lack:
@@ -68,6 +71,7 @@ class Found(NamedTuple):
     warnings: list[str]
     in_memory: bool
     shared: int  # bytes, after wrap
+    processes: int  # that are watched, then
     refused: int  # requests for memory of this rank
 
 
@@ -81,14 +85,15 @@ def trained(comm: str, strategy: str, precision: str, mesh: object, lack: Lack |
     model = zshard.wrap(
         wide(), comm=comm, strategy=strategy, precision=policy, units="layer", mesh=mesh
     )
-    shared = shared_bytes()
+    shared, processes = shared_bytes(), opened("pidfd")
     gc.enable()
     torch.manual_seed(dist.get_rank())
     data = list(torch.randn(2, 2, 900, dtype=torch.float32 if policy is None else torch.bfloat16))
     optimizer = adamw(model) if precision != "split" else zshard.AdamW(model.parameters(), lr=1e-2)
     record = train(Wrapped(model), optimizer, data)
     in_memory = schedule_of(model).comm.shards.in_memory
-    return Found(record, warnings, in_memory, shared, 0 if lack is None else lack.refused)
+    refused = 0 if lack is None else lack.refused
+    return Found(record, warnings, in_memory, shared, processes, refused)
 
 
 def falls_back(
@@ -98,6 +103,7 @@ def falls_back(
     os.environ["ZSHARD_COMM"] = "auto"
     mesh = init_device_mesh("cpu", shape)
     group = trained("group", strategy, precision, mesh, None)
+    gc.collect()
     lack = Lack(first) if rank == world_size - 1 else None
     return [group, trained("auto", strategy, precision, mesh, lack)]
 
@@ -123,6 +129,7 @@ def test_auto_takes_the_group_on_all_ranks_where_one_lacks_memory(
         assert_same_bits(auto.record, group.record)
         assert not auto.in_memory
         assert auto.shared == group.shared == 0
+        assert auto.processes == group.processes == 2 * len(shape), "by axis, none of them twice"
     (said,) = [text for _, auto in found for text in auto.warnings]
     assert "comm='group', because of rank 1" in said
     assert "(global rank 3)" in said or world_size == 2
@@ -144,9 +151,7 @@ def with_little_memory(rank: int, world_size: int, where: str) -> tuple[str, int
         os.posix_fallocate = reserve
     with pytest.raises(zshard.WrapError) as raised:
         zshard.wrap(torch.nn.Linear(2048, 2048), comm="peer")
-    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    names = [os.readlink(each) for each in descriptors if os.path.islink(each)]
-    return str(raised.value), sum("memfd:zshard" in name for name in names)
+    return str(raised.value), opened("memfd:zshard")
 
 
 @pytest.mark.parametrize(("where", "rank", "error"), [("file", 0, "EFBIG"), ("pages", 1, "ENOSPC")])
@@ -176,6 +181,8 @@ def refused(rank: int, world_size: int, shape: tuple[int, ...], first: int) -> s
         said = str(error)
     assert shared_bytes() == 0
     gc.enable()
+    gc.collect()
+    assert opened("pidfd") == 0
     for name, param in model.named_parameters():
         assert (type(param), id(param)) == (nn.Parameter, before[name][0])
         assert torch.equal(param, before[name][1])
