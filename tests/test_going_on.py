@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import pytest
 import torch
 from models import Blocks
-from ranks import run_ranks
+from ranks import RankFailure, run_ranks
 from steps import batch
 from torch import Tensor, nn
 
@@ -112,3 +115,116 @@ def crossed_after_exceptions(rank: int, world_size: int) -> str:
 def test_ranks_that_all_left_a_forward_and_call_different_models_are_all_told() -> None:
     for message in run_ranks(crossed_after_exceptions, 2, timeout=20):
         assert "of wrapped model 0; rank 1: a forward, of wrapped model 1" in message
+
+
+class Failing(nn.Module):
+    """A unit that raises what it is told to, once it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return y
+
+
+def interrupted(strategy: str, error: BaseException, *, alone: bool) -> nn.Module:
+    """Two units; the second was left by ``error``, called ``alone`` or by the root."""
+    torch.manual_seed(0)
+    model = zshard.wrap(nn.Sequential(Failing(), Failing()), strategy=strategy)
+    model[1].error = error
+    with pytest.raises(type(error)):
+        (model[1] if alone else model)(torch.ones(2, 4))
+    return model
+
+
+def trained_after(rank: int, world_size: int, strategy: str, freeze: bool) -> list[Tensor]:
+    """Steps after a unit called alone has raised, with an optimizer made since."""
+    model = interrupted(strategy, ValueError("user code"), alone=True)
+    if freeze:
+        model[1].requires_grad_(False)
+        model.requires_grad_(True)
+    before = zshard.state_dict(model)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [after - before[name] for name, after in zshard.state_dict(model).items()]
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_an_exception_in_a_unit_called_alone_leaves_the_sharded_parameters(
+    strategy: str, freeze: bool
+) -> None:
+    for changes in run_ranks(trained_after, 2, strategy, freeze):
+        assert all(change.abs().max() > 0.1 for change in changes)
+
+
+def test_a_unit_called_while_an_exception_is_handled_is_no_exception_itself() -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(nn.Sequential(Failing(), Failing()))
+    plain = nn.Sequential(Failing(), Failing())
+    plain.load_state_dict(zshard.state_dict(model))
+
+    def loss(model: nn.Module) -> Tensor:
+        try:
+            raise ValueError("user code")
+        except ValueError:
+            return model[1](model[0](torch.ones(2, 4))).sum()
+
+    loss(model).backward()
+    loss(plain).backward()
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, name), param.grad)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_after_ctrl_c_in_a_forward_errors_say_what_to_do(strategy: str) -> None:
+    """torch runs no hooks for KeyboardInterrupt, so the modules hold whole parameters."""
+    model = interrupted(strategy, KeyboardInterrupt(), alone=False)
+    with pytest.raises(zshard.OptimizerError, match=r"call zshard\.reset\(model\) first"):
+        zshard.AdamW(model.parameters())
+    with pytest.raises(zshard.StateError, match=r"call zshard\.reset\(model\) first"):
+        zshard.state_dict(model)
+    model[1].requires_grad_(False)  # of the whole parameters that it holds
+    zshard.reset(model)
+    model.requires_grad_(True)
+    zshard.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    assert zshard.full_grad(model, "1.inner.weight").abs().max() > 0
+
+
+def leaves_a_meeting(rank: int, world_size: int) -> None:
+    """Rank 0's script goes on after an exception out of the meeting before its second forward."""
+    model = zshard.wrap(Blocks(), comm="group")
+    model(batch(rank, 0)).sum().backward()
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("user code")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(TimeoutError):
+            model(batch(rank, 1))
+        zshard.reset(model)
+    else:
+        time.sleep(2)
+    model(batch(rank, 1))
+
+
+def test_a_rank_that_has_left_a_meeting_over_the_group_takes_part_in_nothing_more() -> None:
+    """Else its next meeting would be another rank's gather: gloo ends the process, or garbage."""
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(leaves_a_meeting, 2, timeout=20, grace=10)
+    assert "rank 0 of 2" in str(caught.value)
+    assert "TimeoutError was raised in agree in agree of unit 'a forward'" in str(caught.value)
+    assert "Start the processes anew" in str(caught.value)
+    assert "SIGABRT" not in str(caught.value)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import zshard
 from zshard import processes
 from zshard.comm import Comm, Tag
 from zshard.groups import Ranks
+from zshard.processes import Life, Processes
 
 _CPU = torch.device("cpu")
 _TAG = Tag(3, "gather", "blocks.0")
@@ -31,21 +35,25 @@ def forgets(rank: int, world_size: int, op: str, folder: str) -> None:
     if rank == 0:
         processes._GRACE_SECONDS = _GRACE_SECONDS
         stuck = Ranks(pair, _CPU).start_all_reduce(torch.ones(3), maximum=False)
-        dist.all_to_all_single = lambda *_, **__: stuck
+        for name in ("all_to_all_single", "broadcast", "all_gather"):
+            setattr(dist, name, lambda *_, **__: stuck)
+        full = torch.zeros(192, dtype=torch.uint8)
+        calls = {
+            "agree": lambda: comm.all_gather_words([1, 2], _TAG),
+            "all_gather": lambda: comm.all_gather(full, full[:64], _TAG).wait(),
+            "broadcast": lambda: comm.broadcast(full, _TAG),
+            "all_gather_object": lambda: comm.all_gather_object("x", _TAG),
+        }
         began = time.monotonic()
         with pytest.raises(zshard.CommError) as raised:
-            if op == "agree":
-                comm.all_gather_words([1, 2], _TAG)
-            else:
-                full = torch.zeros(192, dtype=torch.uint8)
-                comm.all_gather(full, full[:64], _TAG).wait()
+            calls[op]()
         took = time.monotonic() - began
         Path(folder, "said").write_text(f"{took} {raised.value}")
     time.sleep(0 if rank == 0 else 30)
     os._exit(0)
 
 
-@pytest.mark.parametrize("op", ["agree", "all_gather"])
+@pytest.mark.parametrize("op", ["agree", "all_gather", "broadcast", "all_gather_object"])
 def test_a_wait_that_gloo_would_not_end_ends_with_the_name_of_the_rank_that_ended(
     op: str, tmp_path: Path
 ) -> None:
@@ -108,3 +116,40 @@ def hosts(rank: int, world_size: int) -> list[bool]:
 
 def test_processes_are_looked_for_on_one_host() -> None:
     assert run_ranks(hosts, 2) == [[True, True]] * 2
+
+
+def watched(*children: subprocess.Popen[bytes]) -> tuple[Processes, list[Life]]:
+    lives = [Life(child.pid, os.pidfd_open(child.pid)) for child in children]
+    return Processes([f"rank {rank}" for rank in range(len(lives))], lives), lives
+
+
+def test_after_an_error_the_rank_that_ends_now_is_found_beside_one_that_had_ended() -> None:
+    with subprocess.Popen(["true"]) as early, subprocess.Popen(["sleep", "20"]) as late:
+        found, _ = watched(early, late)
+        early.wait()
+        assert found.ended() == [0]
+        threading.Timer(0.1, late.kill).start()
+        assert found.ended(after_error=True) == [0, 1]
+
+
+def test_a_descriptor_that_a_script_has_closed_is_no_end_of_a_rank() -> None:
+    with subprocess.Popen(["sleep", "20"]) as child:
+        found, lives = watched(child)
+        os.close(lives[0].fd)
+        assert found.ended() == []
+        os.dup2(os.pidfd_open(child.pid), lives[0].fd)  # which the end of `found` closes
+        child.kill()
+
+
+_AT_EXIT = """
+import atexit, os
+atexit.register(lambda: print(found.ended(), os.fstat(fd).st_nlink))
+from zshard.processes import Life, Processes
+fd = os.pidfd_open(os.getppid())
+found = Processes(["rank 0"], [Life(os.getppid(), fd)])
+"""
+
+
+def test_processes_are_watched_as_long_as_a_script_may_communicate() -> None:
+    done = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[] 1\n", "")

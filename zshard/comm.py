@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .counters import CommStats
+from .errors import CommError, Error
 from .groups import Ranks, groups_of
 from .messages import Together, Work
 from .named_errors import NamedErrors
@@ -81,8 +82,12 @@ class Handle:
     def _wait(self) -> None:
         if self._work is not None:
             start = time.perf_counter()
-            with self._comm.named_errors(self._op, self._tag):
-                self._over.wait(self._work)
+            try:
+                with self._comm.named_errors(self._op, self._tag):
+                    self._over.wait(self._work)
+            except CommError:
+                self._work = None  # it has ended
+                raise
             now = time.perf_counter()
             self._comm.stats.exposed_seconds += now - start
             self._work = None
@@ -117,6 +122,7 @@ class Comm:
         # The global ranks along both axes: models that have these in common meet each other.
         self.ranks = self.shards.members, self.replicas.members
         self.broken = False  # a collective has failed; those to come cannot be expected to work
+        self.left = ""  # what this rank has left half done, so that others take part in another
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
         self.trace: Trace | None = None  # records what goes through
@@ -285,7 +291,7 @@ class Comm:
         for over in self.axes:
             sent = value.nbytes if over.rank == 0 else 0
             op, on_host = "broadcast", value.is_cpu
-            with self.named_errors(op, tag), self._met(op, sent, tag, over, on_host):
+            with self._at_once(op, tag, over), self._met(op, sent, tag, over, on_host):
                 over.broadcast(value)
 
     def all_gather_words(self, words: Sequence[int], tag: Tag) -> list[list[int]]:
@@ -296,7 +302,7 @@ class Comm:
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         for over in self.axes:
             sent = mine.nbytes * (over.size - 1)
-            with self.named_errors("agree", tag), self._met("agree", sent, tag, over):
+            with self._at_once("agree", tag, over), self._met("agree", sent, tag, over):
                 mine = over.all_gather_words(mine)
         return mine.view(-1, len(words)).tolist()
 
@@ -305,7 +311,7 @@ class Comm:
         everyone = [value]
         for over in self.axes:
             op = "all_gather_object"
-            with self.named_errors(op, tag), self._met(op, 0, tag, over):
+            with self._at_once(op, tag, over), self._met(op, 0, tag, over):
                 parts = over.all_gather_object(everyone)
             everyone = [item for part in parts for item in cast("list[object]", part)]
         return everyone
@@ -337,7 +343,27 @@ class Comm:
             return _NOTHING
         return self.trace.meet(op, tag, sent, on_host=on_host)
 
+    @contextmanager
+    def _at_once(self, op: str, tag: Tag, over: Ranks) -> Iterator[None]:
+        """A context for a collective that nobody can wait for again, should it be left."""
+        try:
+            with self.named_errors(op, tag):
+                yield
+        except Error:
+            raise
+        except BaseException as error:  # out of a signal's handler, say
+            if not over.in_memory and over.neighbours is None and over.size > 1:
+                self.broken = True
+                self.left = f"{type(error).__name__} was raised in {op} in {tag}"
+            raise
+
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
+        if self.left:
+            raise CommError(
+                f"rank {self.place} of {self.world}: {op} in {tag} is refused, as the other ranks "
+                f"would take it for another one: {self.left}, in the middle of a collective. Start "
+                "the processes anew, from the last checkpoint."
+            )
         self.stats.calls[op] += 1
         self.stats.sent_bytes[op] += sent
         if over.sends(op):

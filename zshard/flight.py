@@ -133,7 +133,8 @@ class Flight:
     def wait(self) -> None:
         """Have the gradients in place, after ``land``."""
         while self._gathers:
-            self._gathers.pop().wait()
+            self._gathers[-1].wait()
+            self._gathers.pop()
 
     def abandon(self) -> None:
         """End without a result; the exchange still ends before its buffers are used again."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from .batches import Batch, Hyper, Kind, batches_of, has_grad
 from .errors import OptimizerError
 from .flat import Flat
+from .leaf import LiveLeaf
 from .param import Sharded
 from .schedule import LIVE, Schedule
 
@@ -76,6 +77,20 @@ class FusedOptimizer(Optimizer):
             if schedule is not None:
                 schedule.renew()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's.
+
+        Raises:
+            OptimizerError: for whole parameters of a wrapped model.
+        """
+        super().add_param_group(param_group)
+        if any(type(param) is LiveLeaf for param in self.param_groups[-1]["params"]):
+            raise OptimizerError(
+                "the optimizer was given whole parameters, which modules hold while their unit "
+                "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
+                "first."
+            )
 
     def _refuse_other_models(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]

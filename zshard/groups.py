@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -219,7 +221,9 @@ class Ranks:
 
     def broadcast(self, value: torch.Tensor) -> None:
         """Replace ``value`` by the first rank's, in place."""
-        dist.broadcast(value, group=self.group, group_src=0)
+        work = dist.broadcast(value, group=self.group, group_src=0, async_op=not self.nccl)
+        if work is not None:
+            self.wait(work)
 
     def all_gather_words(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's ``mine`` (n,), one behind the other; the host waits.
@@ -237,9 +241,30 @@ class Ranks:
         """Every rank's ``value``, pickled on the way; the host waits. In one place, likewise."""
         if self.neighbours is not None:
             return self.neighbours.objects(value)
-        everyone: list[object] = [None] * self.size
-        dist.all_gather_object(everyone, value, self.control)
-        return everyone
+        return gather_objects(value, self.size, self._all_gather)
+
+    def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
+        # Another collective than words': ranks that are not in the same one of the two wait, where
+        # gloo would end the process of one that gets more bytes than it expects.
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self.wait(dist.all_gather(everyone, mine, group=self.control, async_op=True))
+        return torch.cat(everyone)
+
+
+def gather_objects(
+    value: object, size: int, all_gather: Callable[[torch.Tensor], torch.Tensor]
+) -> list[object]:
+    """Every rank's ``value``, pickled on the way.
+
+    Args:
+        all_gather: makes (size * n,) of every rank's (n,).
+    """
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor([mine.numel()], device="cpu")).tolist()
+    padded = mine.new_zeros(max(sizes))
+    padded[: mine.numel()] = mine
+    rows = all_gather(padded).view(size, -1).numpy()
+    return [pickle.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
 
 def _host() -> str:

@@ -7,7 +7,6 @@ is in a meeting of one model finds there a rank that is in a meeting of another.
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import time
 import weakref
@@ -18,7 +17,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from .groups import Ranks
+from .groups import Ranks, gather_objects
 from .processes import Processes
 from .shared import Arena, Window
 
@@ -173,12 +172,7 @@ class Neighbours:
     def objects(self, value: object) -> list[object]:
         """Every rank's ``value``, pickled on the way."""
         # Not through the process group, where those meet that have given up; see recovery.py.
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.words(torch.tensor([mine.numel()], device="cpu")).tolist()
-        padded = mine.new_zeros(max(sizes))
-        padded[: mine.numel()] = mine
-        rows = self.words(padded).view(len(sizes), -1).numpy()
-        return [pickle.loads(row[:n].tobytes()) for row, n in zip(rows, sizes, strict=True)]
+        return gather_objects(value, self._ranks.size, self.words)
 
     def start_sum(self, value: torch.Tensor, *, maximum: bool) -> _Sum | None:
         """Start summing ``value`` in rank order (or taking its maximum), in place."""

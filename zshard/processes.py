@@ -25,7 +25,7 @@ from .messages import Together, Work
 
 _SLICE_SECONDS = 0.5  # of a wait, between looks at whether the others live
 _GRACE_SECONDS = 5.0  # from the end of a rank to that of the collectives it had taken part in
-_END_MILLISECONDS = 500  # from the end of a process's connections to its own, at most
+_END_SECONDS = 0.5  # from the end of a process's connections to its own, at most
 
 
 class Life(NamedTuple):
@@ -50,7 +50,10 @@ class Processes:
         self._poll = select.poll()
         for life in lives:
             self._poll.register(life.fd, select.POLLIN)
-        weakref.finalize(self, close_all, [life.fd for life in lives])
+        self._gone: set[int] = set()  # as of the last look
+        self._since: float | None = None  # when a wait has first found that a rank has ended
+        # At exit the system does it: others' functions may still communicate then.
+        weakref.finalize(self, close_all, [life.fd for life in lives]).atexit = False
 
     def name(self, rank: int) -> str:
         """What errors call ``rank``."""
@@ -60,10 +63,17 @@ class Processes:
         """The ranks whose processes have ended.
 
         Args:
-            after_error: a connection was closed; its process is seen to have ended a moment later.
+            after_error: a connection was closed; its process is seen to have ended a moment later,
+                which may be another than those that are seen already.
         """
-        gone = self._poll.poll(_END_MILLISECONDS if after_error else 0)
-        return sorted(self._ranks[fd] for fd, _ in gone)
+        deadline = time.monotonic() + (_END_SECONDS if after_error else 0.0)
+        while True:
+            # Not POLLNVAL: a script may have closed what it does not know.
+            gone = {self._ranks[fd] for fd, event in self._poll.poll(0) if event & select.POLLIN}
+            if gone > self._gone or time.monotonic() >= deadline:
+                self._gone = gone
+                return sorted(gone)
+            time.sleep(_END_SECONDS / 50)
 
     def wait(self, work: Work) -> None:
         """Wait for a collective of gloo; see [Note: a send that gloo forgets].
@@ -78,7 +88,6 @@ class Processes:
                 each.wait()
 
     def _wait(self, work: dist.Work) -> None:
-        seen: float | None = None  # that a rank has ended
         while True:
             try:
                 work.wait(timedelta(seconds=_SLICE_SECONDS))
@@ -88,10 +97,10 @@ class Processes:
                     return
             else:
                 return
-            now = time.monotonic()
-            if seen is None and self.ended():
-                seen = now
-            if seen is not None and now - seen >= _GRACE_SECONDS:
+            if self._since is None and self.ended():
+                self._since = time.monotonic()
+            # A wait that begins later than that has a look, too, before it gives up.
+            if self._since is not None and time.monotonic() - self._since >= _GRACE_SECONDS:
                 raise RuntimeError(f"not complete {_GRACE_SECONDS:g} s after a rank has ended")
 
 

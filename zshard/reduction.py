@@ -108,7 +108,8 @@ class Reducer:
         while self._in_flight:
             self._in_flight.pop(0).land()
         while self._flights:
-            self._flights.pop(0).wait()
+            self._flights[0].wait()
+            self._flights.pop(0)
         self._failed = failed
         told = [
             failed or lost,

@@ -72,7 +72,6 @@ class Schedule:
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
         self.updates = Updates(units)
         self._inside_method = ""  # the name of the method, other than forward, being run
-        self._handled: BaseException | None = None  # around the forward under way
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
         for unit in units:
             for flat in unit.flats:
@@ -88,7 +87,7 @@ class Schedule:
         before = self._root_before if is_root else partial(self._before, unit)
         after = self._root_after if is_root else partial(self._after, unit)
         unit.module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True)
-        handle = unit.module.register_forward_hook(ModuleHook(after), always_call=is_root)
+        handle = unit.module.register_forward_hook(ModuleHook(after), always_call=True)
         unit.last_hook = handle.id
 
     # --- forward ---------------------------------------------------------------------------------
@@ -113,7 +112,8 @@ class Schedule:
             self._forget_last_forward()
             self._begin_forward()
             self.crew.turn_to(Phase.FORWARD)
-            self._order, self._kept, self._handled = [], None, sys.exc_info()[1]
+            self._order, self._kept = [], None
+            self.root.handled = id(sys.exc_info()[1])
         self.root.passage.enter((args, kwargs))
         self.obtain(self.root)
         self.crew.enter("forward", self.root)
@@ -141,7 +141,7 @@ class Schedule:
             self.backward.note_forward(self.agreement.needed, self._gathered())
             self.agreement.begin(Ask.CALL, self._inside_method, self._inside_method)
             return output
-        if self.crew.phase is Phase.FORWARD and sys.exc_info()[1] is not self._handled:
+        if self.crew.phase is Phase.FORWARD and id(sys.exc_info()[1]) != self.root.handled:
             self.reset()  # called while an exception leaves forward
             return None
         if self.precision.output is not None:
@@ -190,6 +190,7 @@ class Schedule:
             return
         self.require_values(f"a forward of {unit.label}")
         unit.let_hooks_see()
+        unit.handled = id(sys.exc_info()[1])
         unit.passage.enter(inputs)
         if self.crew.phase is Phase.FORWARD:
             self._order.append(unit)
@@ -206,7 +207,16 @@ class Schedule:
             self.agreement.look_ahead()
 
     def _after(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
-        if self._bypassed() or unit.state is not State.GATHERED:
+        if self._bypassed():
+            return None
+        if id(sys.exc_info()[1]) != unit.handled:
+            # Called while an exception leaves the forward. Inside the root's that is the root's to
+            # settle, and activation checkpointing ends its recomputations by one.
+            if self.crew.phase is Phase.IDLE and not inside_backward():
+                unit.passage.forget()
+                self.crew.release(unit)
+            return None
+        if unit.state is not State.GATHERED:
             return None
         self.crew.leave(unit)
         output = unit.hand_out(args, output)
@@ -345,6 +355,7 @@ class Schedule:
         if self.crew.phase is not Phase.IDLE:
             raise StateError(
                 f"{what} is for between steps, and the model is {self.crew.phase.value}, in the "
-                "middle of which it would communicate"
+                "middle of which it would communicate. If an exception has left it there, call "
+                "zshard.reset(model) first."
             )
         self.agreement.begin(Ask.CALL, what, what, gathers=False)

@@ -74,6 +74,7 @@ class Unit:
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self.passage = Passage()  # of the forward under way
+        self.handled = id(None)  # of the exception that is handled around the forward under way
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
         self.last_hook = 0  # id of the forward hook that ends the module's forward
         self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None
@@ -183,8 +184,11 @@ class Unit:
         if not self._installed:
             for place in self.places:
                 flat = self.flats[place.flat]
+                leaf = flat.leaves[place.segment]
                 place.require(flat.params[place.segment])
-                place.install(flat.leaves[place.segment])
+                if leaf.requires_grad != flat.trained[place.segment]:  # set while it was here
+                    leaf.requires_grad_(flat.trained[place.segment])
+                place.install(leaf)
             self._installed = True
 
     def uninstall(self) -> None:
@@ -241,7 +245,8 @@ class Unit:
 
     def _finish_gathers(self) -> None:
         while self._gathers:
-            self._gathers.pop().wait()
+            self._gathers[-1].wait()  # which an exception may leave, to be waited for again
+            self._gathers.pop()
 
     def _before_write(self, flat: Flat) -> None:
         self._finish_gathers()
