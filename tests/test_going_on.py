@@ -228,3 +228,38 @@ def test_a_rank_that_has_left_a_meeting_over_the_group_takes_part_in_nothing_mor
     assert "TimeoutError was raised in agree in agree of unit 'a forward'" in str(caught.value)
     assert "Start the processes anew" in str(caught.value)
     assert "SIGABRT" not in str(caught.value)
+
+
+def test_what_was_replaced_may_be_put_back() -> None:
+    """The first place was as it should be, and stays so where a later one is refused."""
+    model = zshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units="model")
+    kept, model[1].weight = model[1].weight, nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(zshard.StateError, match="replaced after"):
+        model(torch.ones(2, 4))
+    model[1].weight = kept
+    model(torch.ones(2, 4)).sum().backward()
+    zshard.state_dict(model)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_steps_inside_one_autocast_context_are_as_without_its_cache(strategy: str) -> None:
+    sums = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        model = zshard.wrap(Blocks(), strategy=strategy)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            for step in range(3):
+                model(batch(0, step)).float().sum().backward()
+        sums.append([zshard.full_grad(model, name) for name, _ in model.named_parameters()])
+    assert all(map(torch.equal, *sums))
+
+
+def test_aliases_may_be_taken_in_inference_mode() -> None:
+    model = zshard.wrap(nn.Linear(4, 4))
+    with torch.inference_mode():
+        kept = [param.detach().clone() for param in model.parameters()]
+        assert model.weight.data.shape == (4, 4)
+        assert set(model.state_dict()) == {"weight", "bias"}
+    for now, then in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(now.local, then.local)
+    model(torch.ones(2, 4)).sum().backward()

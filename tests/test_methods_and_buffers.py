@@ -97,6 +97,58 @@ def test_after_an_exception_in_a_method_the_model_goes_on() -> None:
     model(batch(0, 0)).sum().backward()
 
 
+class Generator(nn.Module):
+    """Whose method calls the model itself, as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] != 4:
+            raise ValueError("user code")
+        for layer in (self.inlet, *self.blocks):
+            x = layer(x)
+        return x
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = self(x)
+        return x
+
+
+def generates(
+    rank: int, world_size: int, comm: str, calls: list[list[tuple[int, int]]]
+) -> list[str]:
+    """How each call ended, of a width and as many forwards as this rank is told."""
+    model = zshard.wrap(Generator(), comm=comm, init="trust")
+    zshard.method(model, "generate")
+    ends = []
+    for width, times in calls[rank]:
+        try:
+            model.generate(torch.ones(2, width), times)
+            ends.append("made")
+        except (ValueError, zshard.MismatchError) as error:
+            ends.append(type(error).__name__)
+    return ends
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_an_exception_in_a_method_that_calls_the_model_costs_every_rank_that_call(
+    comm: str,
+) -> None:
+    fine, wide, more = (4, 2), (5, 2), (4, 5)
+    own, other = run_ranks(generates, 2, comm, [[fine] * 4, [fine, wide, fine, fine]], timeout=20)
+    assert own == ["made", "MismatchError", "made", "made"]
+    assert other == ["made", "ValueError", "made", "made"]
+    both = run_ranks(generates, 2, comm, [[fine, wide, fine]] * 2, timeout=20)
+    assert both == [["made", "ValueError", "made"]] * 2
+    both = run_ranks(generates, 2, comm, [[fine, fine, fine], [fine, more, fine]], timeout=20)
+    assert both == [["made", "MismatchError", "made"]] * 2
+
+
 @pytest.mark.parametrize("name", ["decode", "forward", "order"])
 def test_what_is_no_such_method_is_refused_by_name(name: str) -> None:
     with pytest.raises(zshard.InputError, match=f"no method {name!r}"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -129,7 +130,10 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         for flat, written in storages.items():
             flat.slices_written(written)
         return args[0] if op.returns else None
-    wrapped = _mapped(_wrap_like(sharded), result)
+    # What a parameter shares its version counter with is no inference tensor, as it is none itself.
+    keeps = torch.inference_mode(False) if func in _ALIASES else nullcontext()
+    with keeps:
+        wrapped = _mapped(_wrap_like(sharded), result)
     if func in _ALIASES and isinstance(wrapped, Sharded):
         _note_alias(sharded[0], wrapped)
     return wrapped

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from .backward import Backward
 from .buffers import Buffers
 from .comm import Comm
 from .crew import Crew
-from .errors import StateError
+from .errors import CommError, MismatchError, StateError
 from .hooks import ModuleHook
 from .meeting import Ask
 from .param import Sharded
@@ -72,6 +73,8 @@ class Schedule:
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
         self.updates = Updates(units)
         self._inside_method = ""  # the name of the method, other than forward, being run
+        self._calls_itself: set[str] = set()  # methods that have called the model itself
+        self._called_itself = False  # whether the method being run has
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
         for unit in units:
             for flat in unit.flats:
@@ -101,7 +104,10 @@ class Schedule:
         self.root.let_hooks_see()
         if self.crew.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
             return None  # the model calls itself
+        self.root.handled = id(sys.exc_info()[1])
         if self._inside_method:  # a forward inside one of the model's other methods
+            self._calls_itself.add(self._inside_method)
+            self._called_itself = True
             self.agreement.finish()
             self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward")
         elif not inside_backward():
@@ -111,9 +117,11 @@ class Schedule:
             self.structure.check_unchanged()
             self._forget_last_forward()
             self._begin_forward()
+            if torch.is_autocast_enabled(self.device.type):
+                # A cast that it keeps belongs to a graph of an earlier forward of that context.
+                torch.clear_autocast_cache()
             self.crew.turn_to(Phase.FORWARD)
             self._order, self._kept = [], None
-            self.root.handled = id(sys.exc_info()[1])
         self.root.passage.enter((args, kwargs))
         self.obtain(self.root)
         self.crew.enter("forward", self.root)
@@ -136,13 +144,16 @@ class Schedule:
         if self.crew.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
             return output
         self.crew.leave(self.root)
+        leaving = id(sys.exc_info()[1]) != self.root.handled  # called while an exception leaves
         if self._inside_method:
+            if leaving:
+                return None  # `run_method` settles it
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
             self.agreement.begin(Ask.CALL, self._inside_method, self._inside_method)
             return output
-        if self.crew.phase is Phase.FORWARD and id(sys.exc_info()[1]) != self.root.handled:
-            self.reset()  # called while an exception leaves forward
+        if self.crew.phase is Phase.FORWARD and leaving:
+            self.reset()
             return None
         if self.precision.output is not None:
             output = cast_floating(output, self.precision.output)
@@ -175,15 +186,29 @@ class Schedule:
             return function(*args, **kwargs)
         self.require_values(f"the method {name!r}")
         args, kwargs = self._root_before(self.model, args, kwargs) or (args, kwargs)
-        self._inside_method = name
+        self._inside_method, self._called_itself = name, False
         try:
             output = function(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self.reset()
+            told = isinstance(error, (MismatchError, CommError))  # all of them
+            if name in self._calls_itself and self.crew.has_peers and not told:
+                # The others are in one more forward, or at the end.
+                with suppress(MismatchError):
+                    self._meet_at_end("an exception in", name)
             raise
         finally:
             self._inside_method = ""
-        return self._root_after(self.model, args, output)
+        self.root.handled = id(sys.exc_info()[1])
+        output = self._root_after(self.model, args, output)
+        if self._called_itself:
+            self._meet_at_end("the end of", name)
+        return output
+
+    def _meet_at_end(self, how: str, name: str) -> None:
+        """Tell each other how a method ends that calls the model: as often as it wants."""
+        what = f"{how} {name}"
+        self.agreement.begin(Ask.CALL, what, what, gathers=False)
 
     def _before(self, unit: Unit, module: nn.Module, *inputs: object) -> None:
         if self._bypassed():

@@ -182,10 +182,11 @@ class Unit:
     def install(self) -> None:
         """Put the whole parameters into the modules, for a forward or a recomputation."""
         if not self._installed:
+            for place in self.places:  # all of them, before any of the modules is changed
+                place.require(self.flats[place.flat].params[place.segment])
             for place in self.places:
                 flat = self.flats[place.flat]
                 leaf = flat.leaves[place.segment]
-                place.require(flat.params[place.segment])
                 if leaf.requires_grad != flat.trained[place.segment]:  # set while it was here
                     leaf.requires_grad_(flat.trained[place.segment])
                 place.install(leaf)

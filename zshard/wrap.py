@@ -25,6 +25,7 @@ from .materialize import (
     move,
     on_meta,
 )
+from .overlaps import check_apart
 from .place import Place
 from .pool import Pool
 from .precision import Precision
@@ -117,6 +118,7 @@ def wrap(
         specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
         strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
         where = check_parameters(specs)
+        check_apart(model, specs)
         _check_split(specs, precision)
     except Exception as error:
         failure = error  # for the other ranks to know, who are about to meet this one
