@@ -146,8 +146,8 @@ class Schedule:
         self.crew.leave(self.root)
         leaving = id(sys.exc_info()[1]) != self.root.handled  # called while an exception leaves
         if self._inside_method:
-            if leaving:
-                return None  # `run_method` settles it
+            if leaving and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
+                return None  # the others are in no meeting any more; `run_method` settles it
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
             self.agreement.begin(Ask.CALL, self._inside_method, self._inside_method)
