@@ -117,7 +117,8 @@ class Schedule:
             self.structure.check_unchanged()
             self._forget_last_forward()
             self._begin_forward()
-            if torch.is_autocast_enabled(self.device.type):
+            kind = self.device.type
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 # A cast that it keeps belongs to a graph of an earlier forward of that context.
                 torch.clear_autocast_cache()
             self.crew.turn_to(Phase.FORWARD)
