@@ -29,8 +29,9 @@ from rank_group import run_ranks
 from tqdm import tqdm
 
 from zshard import ops
-from zshard.comm import Comm, Handle
+from zshard.comm import Comm
 from zshard.gpt import SIZES
+from zshard.handle import Handle
 
 # part of a step -> (where its functions are looked up, their names)
 _SEAM: dict[str, tuple[tuple[object, str], ...]] = {

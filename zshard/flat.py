@@ -185,6 +185,13 @@ class Flat:
             self.leaves.append(leaf)
             self._watch(index)
 
+    def leaf(self, index: int) -> Parameter:
+        """What the modules hold of parameter ``index`` while it is whole."""
+        leaf, trained = self.leaves[index], self.trained[index]
+        if leaf.requires_grad != trained:  # frozen or not while a module held it
+            leaf.requires_grad_(trained)
+        return leaf
+
     def _watch(self, index: int) -> None:
         """Have backward call when the gradient of leaf ``index`` is there."""
         leaf = self.leaves[index]

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .comm import Comm, Handle, Tag
+from .comm import Comm, Tag
 from .errors import CommError
 from .flat import Flat
 from .groups import Ranks, Rows
+from .handle import Handle
 from .pool import Pool, Scratch
 from .streams import Mark, compute_waits
 

@@ -17,10 +17,11 @@ from itertools import chain
 
 import torch
 
-from .comm import Comm, Handle, Tag
+from .comm import Comm, Tag
 from .errors import StateError
 from .flat import Flat
 from .flight import Flight, Route
+from .handle import Handle
 from .param import Sharded
 from .pool import Pool, Scratch
 from .refusal import raise_together, tell

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from .crew import Crew
 from .errors import CommError, MismatchError, StateError
 from .hooks import ModuleHook
 from .meeting import Ask
+from .methods import Methods
 from .param import Sharded
 from .phase import Phase, calls_under_way, inside_backward
 from .pool import Pool
@@ -72,9 +72,7 @@ class Schedule:
         self._order: list[Unit] = []  # units as the last forward called them
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
         self.updates = Updates(units)
-        self._inside_method = ""  # the name of the method, other than forward, being run
-        self._calls_itself: set[str] = set()  # methods that have called the model itself
-        self._called_itself = False  # whether the method being run has
+        self.methods = Methods(self)
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
         for unit in units:
             for flat in unit.flats:
@@ -87,28 +85,27 @@ class Schedule:
         # First among the pre-hooks and last among the hooks, so that users' find the parameters
         # gathered; ``Unit.let_hooks_see`` takes care of those set after wrap.
         is_root = unit is self.root
-        before = self._root_before if is_root else partial(self._before, unit)
-        after = self._root_after if is_root else partial(self._after, unit)
+        before = self.root_before if is_root else partial(self._before, unit)
+        after = self.root_after if is_root else partial(self._after, unit)
         unit.module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True)
         handle = unit.module.register_forward_hook(ModuleHook(after), always_call=True)
         unit.last_hook = handle.id
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def _root_before(
+    def root_before(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        if self._bypassed():
+        """Begin a forward of the model, or a method."""
+        if self.bypassed():
             return None
         self.require_values("a forward")
         self.root.let_hooks_see()
         if self.crew.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
             return None  # the model calls itself
         self.root.handled = id(sys.exc_info()[1])
-        if self._inside_method:  # a forward inside one of the model's other methods
-            self._calls_itself.add(self._inside_method)
-            self._called_itself = True
-            self.agreement.finish()
+        if self.methods.running:  # a forward inside one of the model's other methods
+            self.methods.enter_forward()
             self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward")
         elif not inside_backward():
             if self.crew.phase is not Phase.IDLE:  # the last forward or backward raised
@@ -139,19 +136,20 @@ class Schedule:
         if any(word & 1 for word in words):
             self.buffers.broadcast()
 
-    def _root_after(self, module: nn.Module, args: object, output: object) -> object:
-        if self._bypassed():
+    def root_after(self, module: nn.Module, args: object, output: object) -> object:
+        """End a forward of the model, or a method; also where an exception leaves it."""
+        if self.bypassed():
             return None
         if self.crew.phase is Phase.FORWARD and calls_under_way(self.model) > 1:
             return output
         self.crew.leave(self.root)
         leaving = id(sys.exc_info()[1]) != self.root.handled  # called while an exception leaves
-        if self._inside_method:
+        if self.methods.running:
             if leaving and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
                 return None  # the others are in no meeting any more; `run_method` settles it
             self.agreement.finish()
             self.backward.note_forward(self.agreement.needed, self._gathered())
-            self.agreement.begin(Ask.CALL, self._inside_method, self._inside_method)
+            self.methods.leave_forward()
             return output
         if self.crew.phase is Phase.FORWARD and leaving:
             self.reset()
@@ -174,45 +172,8 @@ class Schedule:
         self.root.uninstall()
         return output
 
-    def run_method(
-        self,
-        name: str,
-        function: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> object:
-        """Call a method of the model as its forward is called."""
-        inside = self._inside_method or calls_under_way(self.model) > 0
-        if inside or inside_backward() or self._bypassed():
-            return function(*args, **kwargs)
-        self.require_values(f"the method {name!r}")
-        args, kwargs = self._root_before(self.model, args, kwargs) or (args, kwargs)
-        self._inside_method, self._called_itself = name, False
-        try:
-            output = function(*args, **kwargs)
-        except BaseException as error:
-            self.reset()
-            told = isinstance(error, (MismatchError, CommError))  # all of them
-            if name in self._calls_itself and self.crew.has_peers and not told:
-                # The others are in one more forward, or at the end.
-                with suppress(MismatchError):
-                    self._meet_at_end("an exception in", name)
-            raise
-        finally:
-            self._inside_method = ""
-        self.root.handled = id(sys.exc_info()[1])
-        output = self._root_after(self.model, args, output)
-        if self._called_itself:
-            self._meet_at_end("the end of", name)
-        return output
-
-    def _meet_at_end(self, how: str, name: str) -> None:
-        """Tell each other how a method ends that calls the model: as often as it wants."""
-        what = f"{how} {name}"
-        self.agreement.begin(Ask.CALL, what, what, gathers=False)
-
     def _before(self, unit: Unit, module: nn.Module, *inputs: object) -> None:
-        if self._bypassed():
+        if self.bypassed():
             return
         self.require_values(f"a forward of {unit.label}")
         unit.let_hooks_see()
@@ -233,7 +194,7 @@ class Schedule:
             self.agreement.look_ahead()
 
     def _after(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
-        if self._bypassed():
+        if self.bypassed():
             return None
         if id(sys.exc_info()[1]) != unit.handled:
             # Called while an exception leaves the forward. Inside the root's that is the root's to
@@ -350,7 +311,7 @@ class Schedule:
 
     # --- what may be called now ------------------------------------------------------------------
 
-    def _bypassed(self) -> bool:
+    def bypassed(self) -> bool:
         """Whether the modules hold whole parameters, so that there is nothing to gather."""
         if self.whole and torch.is_grad_enabled():
             raise StateError(

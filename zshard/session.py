@@ -54,7 +54,7 @@ def method(model: nn.Module, name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def gathered(*args: object, **kwargs: object) -> object:
-        return schedule.run_method(name, function, args, kwargs)
+        return schedule.methods.run(name, function, args, kwargs)
 
     gathered.__zshard_method__ = True  # type: ignore[attr-defined]
     setattr(model, name, gathered)

@@ -17,9 +17,10 @@ from functools import partial
 
 import torch
 
-from .comm import Comm, Handle, Tag
+from .comm import Comm, Tag
 from .errors import ShardedAccessError, StateError
 from .flat import Flat
+from .handle import Handle
 from .passage import Passage, lying_in
 from .place import Place
 from .pool import Pool, Slot, aligned
@@ -182,14 +183,9 @@ class Unit:
     def install(self) -> None:
         """Put the whole parameters into the modules, for a forward or a recomputation."""
         if not self._installed:
-            for place in self.places:  # all of them, before any of the modules is changed
-                place.require(self.flats[place.flat].params[place.segment])
+            self.require_parameters()  # before any of the modules is changed
             for place in self.places:
-                flat = self.flats[place.flat]
-                leaf = flat.leaves[place.segment]
-                if leaf.requires_grad != flat.trained[place.segment]:  # set while it was here
-                    leaf.requires_grad_(flat.trained[place.segment])
-                place.install(leaf)
+                place.install(self.flats[place.flat].leaf(place.segment))
             self._installed = True
 
     def uninstall(self) -> None:
@@ -201,7 +197,7 @@ class Unit:
             self._installed = False
 
     def require_parameters(self) -> None:
-        """Make sure that the modules hold the sharded parameters, between steps.
+        """Make sure that the modules hold the sharded parameters.
 
         Raises:
             StateError: with the first that was replaced.
