@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -14,8 +14,8 @@ from .layout import dense_stride
 from .strategy import Strategy
 from .unitmap import UnitSpec
 
-_CHUNK = 1 << 17  # elements hashed at once: the temporary int64 copies, 1 MiB each, stay in cache
-_DEVICE_CHUNK = 1 << 24  # likewise on a GPU, where each copy then takes 128 MiB
+_WORDS = 1 << 17  # of 8 bytes, hashed at once: the products, 1 MiB, stay in cache
+_DEVICE_WORDS = 1 << 24  # likewise on a GPU, where they take 128 MiB
 
 
 class _Fact(NamedTuple):
@@ -57,7 +57,7 @@ def check(
         for spec, strategy in zip(specs, strategies, strict=True)
         for owned in spec.params
     ]
-    if _alike((policy, facts), comm, "root"):
+    if _alike((policy, facts), comm, Tag(0, "wrap", "root")):
         return
     policies = comm.all_gather_object(policy, Tag(0, "wrap", "root"))
     if len(set(policies)) > 1:
@@ -80,10 +80,10 @@ def check(
                 )
 
 
-def _alike(told: object, comm: Comm, unit: str) -> bool:
+def _alike(told: object, comm: Comm, tag: Tag) -> bool:
     """Whether every rank has this to tell; if so, its length and N do not multiply."""
     mine = hashlib.sha256(repr(told).encode()).digest()
-    return len(set(comm.all_gather_object(mine, Tag(0, "wrap", unit)))) == 1
+    return len(set(comm.all_gather_object(mine, tag))) == 1
 
 
 def _compare(name: str, facts: Sequence[_Fact | None]) -> None:
@@ -122,18 +122,34 @@ def values(specs: Sequence[UnitSpec], comm: Comm, init: str) -> None:
         there = [owned for spec in specs for owned in spec.params if not owned.param.is_meta]
         names = [owned.name for owned in there]
         mine = [digest(owned.param.detach()) for owned in there]
-        unit = specs[0].name or "root"
-        if _alike(mine, comm, unit):
-            return
-        everyone = comm.all_gather_object(mine, Tag(0, "wrap", unit))
-        theirs: list[list[tuple[int, int]]] = everyone  # type: ignore[assignment]
-        for name, *digests in zip(names, *theirs, strict=True):
-            if differing := [rank for rank, seen in enumerate(digests) if seen != digests[0]]:
-                raise MismatchError(
-                    f"parameter {name}: rank 0 and ranks {differing} have different values; seed "
-                    "the ranks alike (an init_fn: draw from torch's generators only), or pass "
-                    "init='broadcast'"
-                )
+        remedy = (
+            "seed the ranks alike (an init_fn: draw from torch's generators only), or pass "
+            "init='broadcast'"
+        )
+        same_values(names, mine, comm, Tag(0, "wrap", specs[0].name or "root"), remedy)
+
+
+def same_values(
+    names: Sequence[str], mine: Sequence[object], comm: Comm, tag: Tag, remedy: str
+) -> None:
+    """Compare the ``digest`` of every parameter over the ranks.
+
+    Args:
+        names: of the parameters, the same on every rank.
+        mine: their digests on this one.
+        remedy: what the error says to do.
+
+    Raises:
+        MismatchError: on every rank, with the first parameter that differs.
+    """
+    if _alike(mine, comm, tag):
+        return
+    theirs = cast("list[list[object]]", comm.all_gather_object(mine, tag))
+    for name, *digests in zip(names, *theirs, strict=True):
+        if differing := [rank for rank, seen in enumerate(digests) if seen != digests[0]]:
+            raise MismatchError(
+                f"parameter {name}: rank 0 and ranks {differing} have different values; {remedy}"
+            )
 
 
 def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
@@ -149,16 +165,24 @@ def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
 
 def digest(tensor: torch.Tensor) -> tuple[int, int]:
     """Two 64-bit checksums of the tensor's bits: their sum, and their sum weighted by position."""
-    flat = tensor.contiguous().view(-1)
-    if flat.dtype == torch.bool or flat.numel() == 0:
-        flat = flat.to(torch.uint8)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    chunk = _CHUNK if flat.is_cpu else _DEVICE_CHUNK
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)  # read once: the host has to wait
-    for begin in range(0, flat.numel(), chunk):
-        words = flat[begin : begin + chunk].view(bits).to(torch.int64)
-        # An odd weight that differs by position, so that swapped elements show.
-        weight = torch.arange(begin, begin + words.numel(), device=words.device) * 2 + 1
-        sums += torch.stack((words.sum(), (words * weight).sum()))
-    total, weighted = sums.tolist()
-    return total, weighted
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    step = _WORDS if data.is_cpu else _DEVICE_WORDS
+    # An odd weight that differs by position, so that swapped elements show.
+    weights = 2 * torch.arange(min(step, data.numel() // 8 + 1), device=data.device) + 1
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)  # read once: the host has to wait
+    for begin in range(0, data.numel(), 8 * step):
+        words = _words(data[begin : begin + 8 * step])
+        total = words.sum()
+        weighted = (words * weights[: words.numel()]).sum() + begin // 4 * total
+        sums += torch.stack((total, weighted))
+    first, second = sums.tolist()
+    return first, second
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Bytes as int64, the last ones with zeros behind them."""
+    if data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    elif data.storage_offset() % 8:
+        data = data.clone()
+    return data.view(torch.int64)

@@ -102,6 +102,7 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
             if isinstance(grad, ShardedGrad):
                 grad.flat.grads.on_access()
                 grad.flat.grads.zero_held_back(grad.segment)
+    whole: tuple[Sharded, torch.Tensor] | None = None  # what is copied, and into what
     if func is _COPY:
         if not isinstance(target := args[0], Sharded):
             raise ShardedAccessError(
@@ -109,9 +110,16 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
                 "it. Take whole tensors with zshard.full_param(model, name) or "
                 "zshard.state_dict(model)."
             )
-        args = (target, _own_slice(target, args[1]), *args[2:])
+        source = args[1]
+        if isinstance(source, torch.Tensor) and not isinstance(source, Sharded):
+            whole = target, source
+            if source.ndim > 0:
+                args = (target, own_slice(target, source), *args[2:])
         if target._local is None:
-            return _copy_into_split(target, args[1])
+            _copy_into_split(target, args[1])
+            if whole is not None:
+                target.flat.took(*whole)
+            return target
         sharded = _sharded_in(args)
     changed = _mutated(op, args, kwargs)
     _refuse_split(op, changed)
@@ -129,6 +137,8 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     if op.mutable:
         for flat, written in storages.items():
             flat.slices_written(written)
+        if whole is not None:
+            whole[0].flat.took(*whole)
         return args[0] if op.returns else None
     # What a parameter shares its version counter with is no inference tensor, as it is none itself.
     keeps = torch.inference_mode(False) if func in _ALIASES else nullcontext()
@@ -221,21 +231,13 @@ def _refuse_split(op: _Operator, changed: list[Sharded]) -> None:
             )
 
 
-def _copy_into_split(target: Sharded, source: object) -> Sharded:
+def _copy_into_split(target: Sharded, source: object) -> None:
     begin, end, _ = target.flat.local(target.segment)
     value = torch.empty(end - begin, dtype=torch.float32, device=target.device)
     value.copy_(source.local if isinstance(source, Sharded) else source)  # type: ignore[arg-type]
     target.flat.before_write()
     target.flat.master.store(begin, value)
     target.flat.updated(send_written=True)
-    return target
-
-
-def _own_slice(target: Sharded, source: object) -> object:
-    """What of ``source`` goes into ``target``: a whole tensor gives this rank's slice of it."""
-    if not isinstance(source, torch.Tensor) or isinstance(source, Sharded) or source.ndim == 0:
-        return source
-    return own_slice(target, source)
 
 
 def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,8 @@ class Flat:
         self.before_set_trained: Callable[[str], None] = lambda name: None
         # The unit's: called before the master is written, which a gather under way may be sending.
         self.before_write: Callable[[], None] = lambda: None
+        # The schedule's: called when a parameter has got a value that all ranks have to give alike.
+        self.on_whole_value: Callable[[int, torch.Tensor], None] = lambda index, whole: None
         self.updates = 0
         self._marked = 0  # the version counter of `base` as we last set it
         self.leaves: list[Parameter] = []
@@ -281,6 +283,11 @@ class Flat:
         if self._has_master(storages):
             self.updated(send_written=False)
         self.grads.written(storages)
+
+    def took(self, target: Sharded, whole: torch.Tensor) -> None:
+        """Note that ``target``, a parameter or something else, got its part of ``whole``."""
+        if target._local is None or self._has_master({storage_of(target._local)}):
+            self.on_whole_value(target.segment, whole)
 
     def _has_master(self, storages: set[int]) -> bool:
         return self.master.values is not None and storage_of(self.master.values) in storages

@@ -109,7 +109,10 @@ class FusedOptimizer(Optimizer):
         schedule = kind.schedule
         grad_scale = None if schedule is None else schedule.reducer.grad_scale
         with nullcontext() if schedule is None else schedule.crew.doing("step", schedule.root):
-            batch.refresh([self._hyper(group) for group in self.param_groups], active)
+            hypers = [self._hyper(group) for group in self.param_groups]
+            if schedule is not None:
+                schedule.updates.note(f"the settings of {type(self).__name__}'s groups", hypers)
+            batch.refresh(hypers, active)
             batch.before_write()
             self._launch(batch, None if all(active) else batch.active, grad_scale)
             batch.written()

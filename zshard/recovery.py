@@ -17,6 +17,7 @@ from .comm import Tag
 from .errors import CommError
 from .peer import PeerRanks
 from .schedule import LIVE, Schedule
+from .updates import Tally
 
 
 def has_given_up(schedule: Schedule) -> bool:
@@ -53,16 +54,18 @@ def recover(schedule: Schedule) -> None:
         for unit in each.units:
             each.crew.reshard(unit)
     arenas = [cast(PeerRanks, each.comm.shards).arena for each in models]
-    mine = [(each.agreement.number, each.updates.counts()) for each in models]
+    mine = [(each.agreement.number, each.updates.tallies()) for each in models]
     with schedule.comm.named_errors("reset", Tag(schedule.crew.step, "reset", "root")):
         told = neighbours.recover(arenas, mine)
     everyone = [
-        dict(each) for each in cast("Sequence[list[tuple[int, tuple[int, int, int]]]]", told)
+        dict(each) for each in cast("Sequence[list[tuple[int, tuple[int, Tally, Tally]]]]", told)
     ]
     for each in models:
         each.comm.broken = False
     for each in models:
         found = [
-            counts[each.agreement.number] for counts in everyone if each.agreement.number in counts
+            tallies[each.agreement.number]
+            for tallies in everyone
+            if each.agreement.number in tallies
         ]
         each.updates.catch_up(found)

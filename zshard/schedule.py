@@ -36,7 +36,7 @@ from .precision import Precision
 from .reduction import Reducer
 from .structure import Structure, cast_floating
 from .unit import State, Unit
-from .updates import Updates
+from .updates import Tally, Updates
 
 LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
 
@@ -71,7 +71,7 @@ class Schedule:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self._order: list[Unit] = []  # units as the last forward called them
         self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
-        self.updates = Updates(units)
+        self.updates = Updates(units, comm)
         self.methods = Methods(self)
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
         for unit in units:
@@ -130,9 +130,9 @@ class Schedule:
         return None
 
     def _begin_forward(self) -> None:
-        word = 2 * self.updates.count() + self.buffers.ask()
+        word = 2 * self.updates.tally().as_word() + self.buffers.ask()
         words = self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward", word=word)
-        self.updates.check([word >> 1 for word in words])
+        self.updates.check([Tally.of_word(word >> 1) for word in words])
         if any(word & 1 for word in words):
             self.buffers.broadcast()
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from . import agree
 from .comm import Comm, Tag
 from .dispatch import own_slice
 from .errors import InputError, StateError
@@ -57,14 +58,15 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
     Args:
         write: take what the context leaves in the parameters as their new values. Every rank has
-            to leave the same values; each keeps its own shard of them. Elements that are left as
-            they were keep their master, whose fp32 has more bits than a 16-bit parameter. After an
-            exception nothing is taken.
+            to leave the same values, which are compared as it ends; each keeps its own shard of
+            them. Elements that are left as they were keep their master, whose fp32 has more bits
+            than a 16-bit parameter. After an exception nothing is taken.
 
     Raises:
         StateError: inside a forward or backward, or inside another full_params; at the end of one
             for writing, if a sharded parameter was changed meanwhile (by an optimizer's step, say).
         InputError: at the end, for a parameter that was replaced by one of another shape.
+        MismatchError: on every rank, at the end of one for writing, if ranks left other values.
     """
     schedule = schedule_of(model)
     if schedule.whole:
@@ -92,6 +94,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             "zshard.full_params(model, write=True), which would undo that. They keep these "
             "changes, and nothing of what was written in the context; do one after the other."
         )
+    if write and schedule.comm.world > 1:
+        _compare(schedule, taken)
     for flat, whole in taken:
         for param, value in zip(flat.params, whole, strict=True):
             param.requires_grad_(value.requires_grad)
@@ -111,6 +115,19 @@ def _taken(
                 params[place.flat][place.segment] = now
     flats = [flat for unit in schedule.units for flat in unit.flats]
     return list(zip(flats, [whole for params in lent for whole in params], strict=True))
+
+
+def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -> None:
+    """Make sure that every rank has left the same values."""
+    schedule.begin_call("the end of full_params(write=True)")
+    names = [name for flat, _ in taken for name in flat.names]
+    mine = [agree.digest(value.detach()) for _, whole in taken for value in whole]
+    remedy = (
+        "each would keep its own part of them, so nothing of what was written inside "
+        "zshard.full_params(model, write=True) is taken. Write the same on every rank"
+    )
+    tag = Tag(schedule.crew.step, "full_params", "root")
+    agree.same_values(names, mine, schedule.comm, tag, remedy)
 
 
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,187 @@
+"""What changes parameters has to be alike on every rank; where it is not, all of them are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Blocks
+from ranks import RankFailure, run_ranks
+from steps import build, one_step
+from torch import Tensor, nn
+
+import zshard
+from zshard.updates import Tally
+
+kSplit = zshard.Precision(compute=torch.bfloat16, master="split")
+
+
+def values(shift: float) -> dict[str, Tensor]:
+    """Return values for all of the model, whole."""
+    torch.manual_seed(1)
+    return {name: p.detach() + shift for name, p in Blocks().named_parameters()}
+
+
+def load(model: nn.Module, new: dict[str, Tensor]) -> None:
+    model.load_state_dict(new)
+
+
+def copy(model: nn.Module, new: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(new[name])
+
+
+def assign_data(model: nn.Module, new: dict[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        param.data = new[name]
+
+
+def copy_data(model: nn.Module, new: dict[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        param.data.copy_(new[name])
+
+
+Write = Callable[[nn.Module, dict[str, Tensor]], None]
+
+
+def written(
+    rank: int, world_size: int, write: Write, shift: float, options: dict[str, object]
+) -> list[str]:
+    """Give rank 1 values that are ``shift`` away from the others', and train before and after."""
+    model = build(**options)
+    optimizer = zshard.AdamW(model.parameters())
+    said = []
+    for step in range(4):
+        try:
+            one_step(model, rank, step)
+            optimizer.step()
+        except zshard.MismatchError as error:
+            said.append(str(error))
+            write(model, values(0.0))  # which mends it
+        optimizer.zero_grad()
+        if step == 1:
+            write(model, values(shift if rank == 1 else 0.0))
+    return said
+
+
+@pytest.mark.parametrize("write", [load, copy, assign_data, copy_data])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"comm": "peer"}, {"strategy": "ddp"}, {"strategy": "zero1"}, {"precision": kSplit}],
+    ids=["zero3", "peer", "ddp", "zero1", "split"],
+)
+def test_other_values_on_one_rank_are_an_error_on_all(
+    write: Write, options: dict[str, object]
+) -> None:
+    said = run_ranks(written, 3, write, 0.25, options)
+    assert said[0] == said[1] == said[2]
+    (message,) = said[0]
+    assert "changed the parameters differently: the values of inlet.weight" in message
+    assert run_ranks(written, 2, write, 0.0, options) == [[], []]
+
+
+def one_element(rank: int, world_size: int) -> str:
+    model = build()
+    one_step(model, rank, 0)
+    new = values(0.0)
+    new["blocks.1.up.bias"][3] += float(rank == 1)
+    model.load_state_dict(new)
+    with pytest.raises(zshard.MismatchError) as caught:
+        one_step(model, rank, 1)
+    return str(caught.value)
+
+
+def test_the_parameter_that_differs_is_named() -> None:
+    for message in run_ranks(one_element, 2):
+        assert "the values of blocks.1.up.bias" in message
+
+
+def in_context(rank: int, world_size: int, comm: str, at_rank: int) -> list[Tensor]:
+    model = build(comm=comm)
+    optimizer = zshard.AdamW(model.parameters())
+    one_step(model, rank, 0)
+    before = zshard.state_dict(model)
+    with (
+        pytest.raises(zshard.MismatchError, match=r"blocks\.1\.up\.bias.*nothing.*is taken"),
+        zshard.full_params(model, write=True),
+        torch.no_grad(),
+    ):
+        model.blocks[0].up.bias.fill_(2.0)
+        if rank == at_rank:
+            model.blocks[1].up.bias.fill_(3.0)
+    after = zshard.state_dict(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    optimizer.step()
+    with zshard.full_params(model, write=True), torch.no_grad():
+        model.blocks[1].up.bias.fill_(3.0)
+    one_step(model, rank, 1)
+    return [zshard.full_param(model, "blocks.1.up.bias")]
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("at_rank", [0, 2])
+def test_other_values_in_a_context_are_not_taken(comm: str, at_rank: int) -> None:
+    for (value,) in run_ranks(in_context, 3, comm, at_rank):
+        assert (value == 3.0).all()
+
+
+def raises_in_context(rank: int, world_size: int) -> None:
+    model = build()
+    with zshard.full_params(model, write=True):
+        if rank == 1:
+            raise ValueError("user code")
+
+
+def test_an_exception_in_one_ranks_context_ends_the_others() -> None:
+    with pytest.raises(RankFailure, match="ValueError: user code"):
+        run_ranks(raises_in_context, 2)
+
+
+def other_rates(rank: int, world_size: int, optimizer: str, same: bool) -> list[str]:
+    model = build()
+    made = getattr(zshard, optimizer)(model.parameters(), lr=0.1)
+    said = []
+    for step in range(4):
+        try:
+            one_step(model, rank, step)
+        except zshard.MismatchError as error:
+            said.append(str(error))
+            break
+        if step == 1:  # as a scheduler that looks at each rank's own loss
+            made.param_groups[0]["lr"] = 0.05 if same or rank == 0 else 0.1
+        made.step()
+        made.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD"])
+def test_other_learning_rates_are_an_error_on_all(optimizer: str) -> None:
+    own, other = run_ranks(other_rates, 2, optimizer, False)
+    assert own == other and len(own) == 1
+    assert f"{optimizer}'s groups: [(0.05," in own[0] and "on rank 0; [(0.1," in own[0]
+    assert run_ranks(other_rates, 2, optimizer, True) == [[], []]
+
+
+def own_gradients(rank: int, world_size: int) -> None:
+    """Gradients are each rank's to set: noise, say, that is drawn anew on each."""
+    model = build()
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        one_step(model, rank, step)
+        for param in model.parameters():
+            param.grad.copy_(torch.full(param.shape, float(rank)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_are_not_compared() -> None:
+    run_ranks(own_gradients, 2)
+
+
+@pytest.mark.parametrize("tally", [Tally(0, 0), Tally(5, 2**30 - 1), Tally(2**31 - 1, 1)])
+def test_a_tally_fits_a_word(tally: Tally) -> None:
+    assert 0 <= 2 * tally.as_word() + 1 < 2**63
+    assert Tally.of_word(tally.as_word()) == tally
+    assert Tally(7, 3).since(Tally(5, 2**30 - 1)) == Tally(2, 4)
