@@ -12,6 +12,7 @@ import gc
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -28,7 +29,7 @@ from contestants import MAKERS, Contestant, Variant, make_zshard
 from environment import describe, headline
 from peers import PEERS, choose
 from protocol import NULL, Effort, Result, table
-from rank_group import run_ranks
+from rank_group import keep, run_ranks
 from setting import TOLERANCE, Setting
 from step_report import as_json, summary
 from tqdm import tqdm
@@ -171,8 +172,10 @@ def rank_main(
             )
         del contestants
         gc.collect()
+        found: dict[str, object] = {"results": [asdict(r) for r in results], "losses": checked}
+        keep({**found, "ended_after": case})
     progress.close()
-    return {"results": [asdict(result) for result in results], "losses": checked}
+    return found
 
 
 def settings_of(arguments: argparse.Namespace) -> list[Setting]:
@@ -315,6 +318,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
             device=device,
             namespaces=namespaces,
         )
+    if "ended_after" in found:
+        not_run = [*not_run, f"FAILED: ended by SIGTERM after {found['ended_after']}"]
     losses = cast("dict[str, dict[str, list[float]]]", found["losses"])
     results = [Result(**fields) for fields in cast("list[dict[str, object]]", found["results"])]  # type: ignore[arg-type]
     for case, by_name in losses.items():
@@ -332,6 +337,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         "results": [as_json(result) for result in results],
     }
     write(arguments, report, partial(draw, results, title))
+    if "ended_after" in found:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ summary=()
 failed=0
 
 # stage NAME SECONDS COMMAND...: run it within its limit and the time left; remember how it ended.
+# With may_be_cut=1 before it, to run out of time is no failure.
 stage() {
     local title=$1 limit=$2 status start=$SECONDS
     shift 2
@@ -63,19 +64,24 @@ stage() {
             status=ok
         else
             status="FAILED with status $? (124: over its $limit s)"
+            if [[ $status == *"status 124 "* && -n ${may_be_cut:-} ]] &&
+                ! grep -qE '^========= (Invalid|Misaligned|Error|Program hit|Race)|FAILED' "$log.stage"; then
+                status="cut after $limit s, nothing found until then"
+            fi
         fi
         cat "$log.stage" >>"$log"
         # Progress bars redraw their line; only what they end with is worth printing.
         tr '\r' '\n' <"$log.stage" | tail -n 40
         rm -f "$log.stage"
     fi
-    [[ $status == ok ]] || failed=1
+    [[ $status == FAILED* ]] && failed=1
     summary+=("$(printf '%-24s %4d s  %s' "$title" $((SECONDS - start)) "$status")")
 }
 
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if [[ $device == cuda ]]; then
-    export ZSHARD_CUDA=1
+    # Without CUDA calls: what has made one cannot fork, and the tests' ranks are forked.
+    export ZSHARD_CUDA=1 PYTORCH_NVML_BASED_CUDA_CHECK=1
     # One architecture: building for all takes minutes, and is what the wheel's checks are for.
     capability='import torch; print("%d%d" % torch.cuda.get_device_capability())'
     ZSHARD_CUDA_ARCHS=$("$python" -c "$capability")
@@ -88,9 +94,11 @@ if [[ $device == cuda ]]; then
     workers=()
     if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8 --dist worksteal); fi
     # The files that have such tests: others import packages that this machine may not have.
-    mapfile -t cuda_tests < <(grep -lE 'mark\.cuda|@devices' tests/test_*.py)
-    stage "cuda tests" 170 "$python" -m pytest "${cuda_tests[@]}" -m cuda -q -p no:cacheprovider \
-        --continue-on-collection-errors "${workers[@]}"
+    mapfile -t cuda_tests < <(grep -lE 'mark\.cuda|import .*\bdevices\b' tests/test_*.py)
+    pytest=("$python" -m pytest -m cuda -q -p no:cacheprovider --continue-on-collection-errors)
+    # Ranks that share the GPU spin at their barriers: nothing else may want it meanwhile.
+    stage "cuda tests" 170 "${pytest[@]}" "${cuda_tests[@]}" "${workers[@]}" -k "not ranks_of_one_gpu"
+    stage "cuda tests, ranks of one GPU" 150 "${pytest[@]}" tests/test_symmetric.py -k ranks_of_one_gpu
     quick=()
     models=(100m 350m)
     tokens=1024
@@ -119,16 +127,18 @@ stage "losses, gloo, N = 2" 90 "$python" benchmarks/bench_step.py --device "$dev
 if [[ $device == cuda ]]; then
     # The kernels whose threads share memory: sums of squares, gradients on their way into AdamW,
     # and the optimizers' prologue.
-    stage "racecheck" 60 compute-sanitizer --tool racecheck --error-exitcode 86 \
+    # Of our kernels alone: torch's are not ours to judge, nor are its questions to the driver.
+    checked=(--error-exitcode 86 --kernel-regex kns=zshard --report-api-errors no)
+    stage "racecheck" 60 compute-sanitizer --tool racecheck "${checked[@]}" \
         "$python" -m pytest tests/test_ops_{reduce,reduce_adamw,optim}.py -m cuda -q \
         -p no:cacheprovider -k "into_a_large_buffer or thousand_small_shards or more_segments"
     # Without torch's caching allocator each tensor is its own allocation, so that reading past a
     # tensor's end is seen. Under the tool a launch takes a hundred times as long: first every op
     # once, then as many of their tests as there is time for.
     sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck
-        --error-exitcode 86 "$python" -m pytest -m cuda -q -p no:cacheprovider --maxfail=5)
+        "${checked[@]}" "$python" -m pytest -m cuda -q -p no:cacheprovider --maxfail=5)
     stage "sanitizer, each op" 90 "${sanitizer[@]}" tests/test_ops_contract.py -k opcheck
-    stage "sanitizer, all" 400 "${sanitizer[@]}" \
+    may_be_cut=1 stage "sanitizer, all" 400 "${sanitizer[@]}" \
         tests/test_ops_{pack,cast,peers,reduce,reduce_adamw,optim,sgd}.py
 fi
 

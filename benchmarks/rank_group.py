@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import cast
 
 import network
 import torch
@@ -18,6 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _DEADLINE = timedelta(minutes=5)  # of one collective
+_KEPT = "kept.json"
+_FOLDER: list[Path] = []  # of a rank: where its reports go
 
 RankMain = Callable[..., dict[str, object]]
 
@@ -33,6 +37,8 @@ def run_ranks(
 ) -> dict[str, object]:
     """Call ``main`` on every rank of a process group; return what rank 0 returned.
 
+    Ended by SIGTERM, it returns what rank 0 has given ``keep`` last.
+
     Args:
         backend: "gloo", "nccl", or "fake": one process that plays rank 0 of ``ranks``, whose
             collectives do nothing.
@@ -41,14 +47,35 @@ def run_ranks(
     # One thread a rank, as the protocol asks. The environment is read when torch is imported.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
-        mp.start_processes(
+        context = mp.start_processes(
             _rank,
             args=(main, arguments, ranks, backend, device, namespaces, folder),
             nprocs=1 if backend == "fake" else ranks,
+            join=False,
             start_method="spawn",
         )
-        report: dict[str, object] = json.loads(Path(folder, "report.json").read_text())
-        return report
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            while not context.join():
+                pass
+        except SystemExit:
+            for process in context.processes:
+                process.kill()
+                process.join()
+            if not (kept := Path(folder, _KEPT)).exists():
+                raise
+            return cast("dict[str, object]", json.loads(kept.read_text()))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return cast("dict[str, object]", json.loads(Path(folder, "report.json").read_text()))
+
+
+def keep(report: dict[str, object]) -> None:
+    """Keep what has been measured so far, whatever becomes of the rest; rank 0's counts."""
+    if dist.get_rank() == 0:
+        part = _FOLDER[0] / f"{_KEPT}.part"
+        part.write_text(json.dumps(report))
+        part.rename(_FOLDER[0] / _KEPT)
 
 
 def _rank(
@@ -62,6 +89,7 @@ def _rank(
     folder: str,
 ) -> None:
     torch.set_num_threads(1)
+    _FOLDER.append(Path(folder))
     if namespaces:
         network.enter(namespaces[rank])
     if device.type == "cuda":

@@ -9,6 +9,7 @@ rank did (its traceback, the signal that killed it, or its stacks at the deadlin
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -41,6 +42,8 @@ kGraceSeconds = 2.0
 
 # SIGUSR1 to SIGKILL: time for faulthandler to write the stacks.
 kStackSeconds = 0.3
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal at the parent's end
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -203,8 +206,10 @@ def _rank_main(
     """Body of a rank process: output to a file, a belt on the deadline, one report."""
     gc.freeze()  # what the server has imported: a collection that looks at it takes 0.2 s
     os.setsid()  # so that the deadline also kills what the rank itself started
-    # The default action of SIGALRM ends the rank even where the test process was killed first.
+    # The default action of SIGALRM ends the rank even where the test process was killed first, and
+    # the end of the server does so at once: ranks at a barrier of a GPU spin.
     signal.alarm(int(timeout) + 10)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(Path(folder, f"rank{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from ops_check import devices
 from torch import nn
 from training import (
     Plain,
@@ -47,6 +48,17 @@ def test_ten_steps_equal_the_plain_models_bit_by_bit(name: str) -> None:
     assert_same_bits(run_wrapped(name), expected)
     first, last = expected.losses[0], expected.losses[-1]
     assert torch.isfinite(last) and first != last, "the model does not train: nothing was compared"
+
+
+@devices
+@pytest.mark.parametrize("name", ["blocks", "odd_parameters", "tied_across_units", "frozen"])
+def test_on_every_device_the_losses_are_the_plain_models(name: str, device: str) -> None:
+    """Not bit by bit on a GPU, where products may be summed by where a matrix begins in memory."""
+    data = [batch.to(device) for batch in models.batches(name, kSteps)]
+    plain = models.build(name).to(device)
+    expected = train(Plain(plain), adamw(plain), data)
+    model = zshard.wrap(models.build(name), device=torch.device(device))
+    assert_close(train(Wrapped(model), adamw(model), data), expected, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("units", ["model", "layer", "classes", "callable", "names"])

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import Record, assert_close, assert_same_bits
 
 import zshard
-from zshard import ops, transport
+from zshard import ops, symmetric, transport
 from zshard.groups import Ranks
 from zshard.shared import Arena
 from zshard.symmetric import Extent, SymmetricRanks
@@ -171,10 +171,10 @@ def made(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     double = Double()
     ranks = SymmetricRanks(dist.group.WORLD, torch.device("cpu"), double)
     wrong = []
-    megabyte = 1 << 20
+    megabyte, half = 1 << 20, symmetric._EXTENT_BYTES // 2
     lent = [
         ranks.empty(numel, torch.uint8)
-        for numel in (64, 100, 2 * megabyte, megabyte, 5 * megabyte, megabyte - 64, 128, 64)
+        for numel in (64, 100, 2 * half, half, 5 * megabyte, half - 64, 128, 64)
     ]
     for index, each in enumerate(lent):
         each.fill_(16 * rank + index)
@@ -197,9 +197,9 @@ def test_all_rows_are_read_where_nccl_would_sum_them() -> None:
 
 
 def test_what_is_lent_shares_extents_and_overlaps_nothing() -> None:
-    two, five = 2 << 20, 5 << 20
+    small, five = symmetric._EXTENT_BYTES, 5 << 20
     for extents, wrong in run_ranks(made, 2):
-        assert extents == [two, two, five, two]
+        assert extents == [small, small, five, small]
         assert wrong == []
 
 

@@ -220,8 +220,10 @@ class Ranks:
         return work
 
     def broadcast(self, value: torch.Tensor) -> None:
-        """Replace ``value`` by the first rank's, in place."""
-        work = dist.broadcast(value, group=self.group, group_src=0, async_op=not self.nccl)
+        """Replace ``value`` by the first rank's, in place; a host's goes to hosts."""
+        nccl = self.nccl and not value.is_cpu
+        group = self.group if nccl else self.control
+        work = dist.broadcast(value, group=group, group_src=0, async_op=not nccl)
         if work is not None:
             self.wait(work)
 

@@ -39,7 +39,7 @@ class SimulatedRanks(Ranks):
         self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """``full`` (N * S,) is ``shard`` (S,) N times."""
-        full.view(self.size, -1).copy_(shard.expand(self.size, -1))
+        _repeat(full, shard, self.size)
         return self._call(full)
 
     def start_exchange(
@@ -50,7 +50,7 @@ class SimulatedRanks(Ranks):
         if self.chunks(dtype) == 1:
             torch.mul(own.view(dtype), self.size, out=chunks.view(-1).view(dtype))
         else:
-            chunks.view(self.size, -1).copy_(own.expand(self.size, -1))
+            _repeat(chunks, own, self.size)
         return self._call(chunks)
 
     def start_all_reduce(self, value: torch.Tensor, *, maximum: bool) -> Work | None:
@@ -81,6 +81,13 @@ class SimulatedRanks(Ranks):
             return None  # between hosts, where the group may have no backend
         work: Work | None = dist.all_reduce(value, group=self.group, async_op=not self.nccl)
         return work
+
+
+def _repeat(rows: torch.Tensor, row: torch.Tensor, times: int) -> None:
+    """Fill ``rows`` (times * S,) with ``row`` (S,), both uint8."""
+    # Shards are whole numbers of 64 bytes; a GPU copies an expanded tensor element by element.
+    wide = torch.int64 if row.nbytes % 8 == 0 else row.dtype
+    rows.view(times, -1).view(wide).copy_(row.view(wide).expand(times, -1))
 
 
 def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:

@@ -21,7 +21,8 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Before the compute stream's kernels, whose blocks would fill the GPU first.
+            self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def __del__(self) -> None:
         # With the model go the buffers that this lane may still be using. What gets their memory

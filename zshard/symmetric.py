@@ -33,7 +33,8 @@ from .streams import Mark, compute_waits, mark_here
 _Made = TypeVar("_Made")
 # Channels of barriers. What is mailed is gathered on any lane, so beside what others lend.
 _GATHERS, _REDUCTIONS, _MAIL = 0, 1, 2
-_EXTENT_BYTES = 2 << 20  # at least: what a mapping of GPU memory is a multiple of
+# At least: a mapping of GPU memory is a multiple of 2 MiB, some of which torch keeps for signals.
+_EXTENT_BYTES = (2 << 20) - (64 << 10)
 _COPIED = torch.float32  # any dtype of the ops: a shard's bytes are copied, 64 or a multiple
 
 
@@ -77,6 +78,8 @@ class TorchAllocator:
         group = ranks.group
         assert group is not None
         handle = _symmetric_memory.rendezvous(own, group)
+        if handle is None:
+            raise RuntimeError("torch's rendezvous has found no memory of the other ranks")
         rows = [handle.get_buffer(rank, own.shape, torch.uint8) for rank in range(ranks.size)]
         rows[ranks.rank] = own  # which has the memory live on
         milliseconds = round(timeout_of(group, ranks.device).total_seconds() * 1e3)

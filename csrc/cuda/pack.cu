@@ -81,6 +81,16 @@ __global__ void __launch_bounds__(kThreads)
             rest = quotient;
         }
         position += rest * view.strides[0];
+        if constexpr (std::is_same_v<Flat, Value>) {
+            if (scale == 1) {  // bits, as `convert_run` does: arithmetic would change a NaN's
+                if constexpr (kPack) {
+                    flat[i] = value[position];
+                } else {
+                    value[position] = flat[i];
+                }
+                continue;
+            }
+        }
         if constexpr (kPack) {
             flat[i] = convert_scaled<Flat>(value[position], static_cast<Wide<Value>>(scale));
         } else {

@@ -1,0 +1,63 @@
+"""What the seam asks of a backend, asked directly: of NCCL where there is a GPU, else of gloo."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from ops_check import devices
+from ranks import run_ranks
+from torch import Tensor
+
+from zshard.groups import Ranks
+from zshard.messages import Work
+from zshard.streams import Lane, compute_waits
+
+
+def on_lane(rank: int, world_size: int, device_type: str) -> dict[str, Tensor]:
+    """Run every collective of a step on a lane; the host waits where the backend says so."""
+    nccl = device_type == "cuda"
+    device = torch.device(device_type, rank) if nccl else torch.device(device_type)
+    group = dist.new_group(backend="nccl" if nccl else "gloo")
+    ranks, lane = Ranks(group, device), Lane(device)
+
+    def wait(work: Work | None) -> None:
+        assert (work is None) == nccl
+        if work is not None:
+            work.wait()
+        compute_waits(lane.mark())
+
+    found: dict[str, Tensor] = {}
+    shard = torch.arange(64, dtype=torch.uint8, device=device) + rank
+    found["gather"] = shard.new_zeros(64 * world_size)
+    with lane.after_compute():
+        wait(ranks.start_gather(found["gather"], shard, lasting=False))
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = torch.arange(16 * world_size, device=device).to(dtype) + rank
+        rows = packed.new_zeros(ranks.chunks(dtype), 16)
+        with lane.after_compute():
+            sent = packed.view(torch.uint8)
+            wait(ranks.start_exchange(rows.view(torch.uint8), sent, dtype))
+        found[f"exchange of {dtype}"] = rows.sum(0)
+    for maximum in (False, True):
+        value = torch.tensor([1.0 + rank, -2.0], dtype=torch.float64, device=device)
+        with lane.after_compute():
+            wait(ranks.start_all_reduce(value, maximum=maximum))
+        found[f"all_reduce, {maximum=}"] = value
+    found["broadcast"] = torch.full((3,), float(rank + 1), device=device)
+    ranks.broadcast(found["broadcast"])
+    return {what: tensor.cpu() for what, tensor in found.items()}
+
+
+@devices
+def test_collectives_on_a_lane(device: str) -> None:
+    size = torch.cuda.device_count() if device == "cuda" else 3
+    for rank, found in enumerate(run_ranks(on_lane, size, device)):
+        shards = [torch.arange(64, dtype=torch.uint8) + each for each in range(size)]
+        assert torch.equal(found["gather"], torch.cat(shards))
+        row = torch.arange(16) + 16 * rank
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = (size * row + sum(range(size))).to(dtype)
+            assert torch.equal(found[f"exchange of {dtype}"], expected)
+        assert found["all_reduce, maximum=False"].tolist() == [sum(range(1, size + 1)), -2.0 * size]
+        assert found["all_reduce, maximum=True"].tolist() == [size, -2.0]
+        assert found["broadcast"].tolist() == [1.0] * 3
