@@ -189,6 +189,31 @@ def make_zshard(setting: Setting, variant: Variant | None = None) -> Contestant:
 # --- peers ----------------------------------------------------------------------------------------
 
 
+def _simulate_alike(modules: list[nn.Module]) -> None:
+    """Have FSDP2's gathers over the fake group cost what zshard's do, one copy.
+
+    The group's own takes a copy for each of N ranks in some versions of torch, and none in others.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+    class OneCopy(AllGather):
+        def allocate(self, size: object, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            async_op: bool = False,
+        ) -> None:
+            rows = output_tensor.view(dist.get_world_size(group), -1)
+            rows.copy_(input_tensor.view(1, -1).expand_as(rows))
+
+    for module in modules:
+        module.set_custom_all_gather(OneCopy())
+
+
 def make_fsdp2(setting: Setting) -> Contestant:
     """FSDP2 that reshards after forward, with explicit prefetch of one unit in both directions."""
     model = setting.build()
@@ -200,6 +225,8 @@ def make_fsdp2(setting: Setting) -> Contestant:
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if dist.get_backend() == "fake":
+        _simulate_alike([*blocks, model])
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
