@@ -147,23 +147,29 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
 def _repeated_blocks(model: nn.Module) -> list[str]:
     """Children with parameters of a ModuleList, Sequential or ModuleDict whose class is repeated.
 
-    Containers inside containers are looked into; a block is not.
+    Containers inside containers are looked into, and a block is not; a repeated Sequential is a
+    block itself where it holds layers alone, and none of its own.
     """
-    blocks: list[str] = []
 
-    def visit(name: str, module: nn.Module) -> None:
+    def within(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
         repeated: Counter[type[nn.Module]] = Counter()
         if isinstance(module, _CONTAINERS):
             repeated.update(type(c) for c in module.children() if any(True for _ in c.parameters()))
+        blocks: list[tuple[str, nn.Module]] = []
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            if not isinstance(child, _CONTAINERS) and repeated[type(child)] > 1:
-                blocks.append(path)
+            if repeated[type(child)] > 1 and not isinstance(child, _CONTAINERS):
+                blocks.append((path, child))
+                continue
+            inner = within(path, child)
+            layers_alone = all(next(block.children(), None) is None for _, block in inner)
+            if repeated[type(child)] > 1 and isinstance(child, nn.Sequential) and layers_alone:
+                blocks.append((path, child))
             else:
-                visit(path, child)
+                blocks += inner
+        return blocks
 
-    visit("", model)
-    return blocks
+    return [path for path, _ in within("", model)]
 
 
 def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:

@@ -1,0 +1,78 @@
+"""The automatic unit map: what counts as a repeated block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Block
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+from zshard.unitmap import unit_names
+
+
+def layers(*, norm: bool = False) -> nn.Sequential:
+    front = [nn.LayerNorm(4)] if norm else []
+    return nn.Sequential(*front, nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+
+def convolution() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+
+
+class Layers(nn.Sequential):
+    """A Sequential by another name."""
+
+
+kModels: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "layers": (lambda: layers(norm=True), ["1", "3"]),
+    "blocks": (lambda: nn.Sequential(Block(), Block(), nn.Linear(7, 7)), ["0", "1"]),
+    "one block": (lambda: nn.Sequential(Block(), nn.Linear(7, 7)), []),
+    "Sequentials": (lambda: nn.Sequential(*(layers(norm=True) for _ in range(3))), ["0", "1", "2"]),
+    "of one layer": (lambda: nn.ModuleList(convolution() for _ in range(2)), ["0", "1"]),
+    "a subclass": (lambda: nn.Sequential(Layers(nn.Linear(4, 4)), Layers(nn.Tanh())), []),
+    "subclasses": (lambda: nn.Sequential(*(Layers(nn.Linear(4, 4)) for _ in "ab")), ["0", "1"]),
+    "one Sequential": (lambda: nn.Sequential(layers(), nn.Linear(4, 4)), ["0.0", "0.2"]),
+    "stages of blocks": (
+        lambda: nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2))),
+        ["0.0", "0.1", "1.0", "1.1"],
+    ),
+    "stages of Sequentials": (
+        lambda: nn.ModuleDict(
+            {name: nn.Sequential(layers(norm=True), layers(norm=True)) for name in "ab"}
+        ),
+        ["a.0", "a.1", "b.0", "b.1"],
+    ),
+    "stages and what is between": (
+        lambda: nn.Sequential(
+            nn.Sequential(Block(), Block()), layers(), nn.Sequential(Block(), Block())
+        ),
+        ["0.0", "0.1", "1", "2.0", "2.1"],
+    ),
+    "lists": (
+        lambda: nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2)),
+        ["0.0", "0.1", "1.0", "1.1"],  # a list itself is never called
+    ),
+}
+
+
+@pytest.mark.parametrize("name", kModels)
+def test_repeated_blocks_are_units(name: str) -> None:
+    make, expected = kModels[name]
+    assert unit_names(make(), None) == expected
+
+
+def gathered_at_once(rank: int, world_size: int) -> float:
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(8)))
+    zshard.wrap(model)
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+    whole = 4 * sum(param.numel() for param in model.parameters())
+    return zshard.memory(model)["peak"]["full_buffers"] / whole
+
+
+def test_a_list_of_sequentials_is_not_gathered_as_a_whole() -> None:
+    assert run_ranks(gathered_at_once, 2) == [pytest.approx(2 / 8, rel=0.02)] * 2
