@@ -82,7 +82,9 @@ class Agreement:
         self.number = _COUNTS[comm.ranks]
         _COUNTS[comm.ranks] += 1
         _AGREEMENTS[comm.ranks, self.number] = self
-        self._steady = True  # False: backwards were seen to differ, so they follow no program
+        self._backward: tuple[int, ...] = ()  # the last one's key
+        # Of backwards that were seen to differ from those of the same key: they follow no program.
+        self._unsteady: dict[tuple[int, ...], None] = {}
 
     # --- phases ----------------------------------------------------------------------------------
 
@@ -130,7 +132,9 @@ class Agreement:
         if reduces and len(set(words)) > 1:
             refuse_trained(self._comm, names)
         self._key = (ask, words[0] if reduces else 0, *(message.digest for message in messages))
-        follow = self._steady or ask is not Ask.BACKWARD
+        if ask is Ask.BACKWARD:
+            self._backward = self._key
+        follow = self._key not in self._unsteady
         self._program = self._programs.get(self._key) if follow and gathers else None
         self._follows = self._program is not None
         self._irregular = gathers and not self._follows
@@ -167,7 +171,8 @@ class Agreement:
         """Learn everything anew, as all ranks do."""
         self.abandon()
         self._programs.clear()
-        self._irregular, self._loose, self._steady = False, False, True
+        self._unsteady.clear()
+        self._irregular, self._loose = False, False
 
     @property
     def may_be_last(self) -> bool:
@@ -181,8 +186,10 @@ class Agreement:
         return " ".join(str(turn.unit) for turn in self._needed)
 
     def expect_other_ways(self) -> None:
-        """From now on, have no backward follow a program."""
-        self._steady = False
+        """From now on, have no backward like the last one follow a program."""
+        self._unsteady[self._backward] = None
+        if len(self._unsteady) > _PROGRAMS:
+            del self._unsteady[next(iter(self._unsteady))]
 
     # --- turns -----------------------------------------------------------------------------------
 

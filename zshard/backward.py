@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -125,7 +126,7 @@ class Backward:
         self._reduces = self.sync
         # Something may have come between, and freed what forward had left gathered.
         there = " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
-        about = f"{self._since};{self._count};{first};{there}"
+        about = f"{self._since};{self._count};{first};{there};{self._leaves_to_come()}"
         if self._reduces:
             self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
             try:
@@ -156,6 +157,16 @@ class Backward:
         end = EndOfBackward(self._finish)
         engine.queue_callback(end)
         self._end = weakref.ref(end, self._let_go)
+
+    def _leaves_to_come(self) -> int:
+        """What tells one choice of leaves that this backward makes gradients of from others.
+
+        A part of the graph may have been detached, or a loss left out, that was not before.
+        """
+        if not self._crew.has_peers:
+            return 0
+        flats = [flat for unit in self._units for flat in unit.flats if flat.requires_grad]
+        return zlib.crc32(bytes(chain.from_iterable(flat.is_coming_to() for flat in flats)))
 
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin(f"{unit.index}")

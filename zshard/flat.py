@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch._C import _will_engine_execute_node
 from torch._C._autograd import _unsafe_set_version_counter
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
 from . import ops
@@ -89,6 +91,7 @@ class Flat:
         self._marked = 0  # the version counter of `base` as we last set it
         self.leaves: list[Parameter] = []
         self._watched: set[int] = set()  # leaves that call at their gradient
+        self._accumulators: list[Node | None] | None = None  # of the leaves, once asked for
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.resident: torch.Tensor | None = None
@@ -180,6 +183,7 @@ class Flat:
         self.base = _alias(memory)
         self.leaves = []
         self._watched.clear()
+        self._accumulators = None
         self._on_leaf_grad = on_leaf_grad
         for index, segment in enumerate(self.layout.segments):
             leaf = Parameter(segment.view_of(self.base), requires_grad=self.trained[index])
@@ -192,7 +196,24 @@ class Flat:
         leaf, trained = self.leaves[index], self.trained[index]
         if leaf.requires_grad != trained:  # frozen or not while a module held it
             leaf.requires_grad_(trained)
+            self._accumulators = None
         return leaf
+
+    def is_coming_to(self) -> list[bool]:
+        """Of every leaf, whether the backward under way makes a gradient of it.
+
+        To be asked in one of its hooks.
+        """
+        if self._accumulators is None:
+            with as_autograd_sees():
+                self._accumulators = [
+                    get_gradient_edge(leaf).node if leaf.requires_grad else None
+                    for leaf in self.leaves
+                ]
+        try:
+            return [n is not None and _will_engine_execute_node(n) for n in self._accumulators]
+        except RuntimeError:  # in torch.autograd.grad, which makes none
+            return [False] * len(self.leaves)
 
     def _watch(self, index: int) -> None:
         """Have backward call when the gradient of leaf ``index`` is there."""
@@ -232,6 +253,7 @@ class Flat:
             with as_autograd_sees():
                 self.leaves[index].requires_grad_(value)
                 self._watch(index)
+            self._accumulators = None
 
     def leave_data(self, index: int) -> None:
         """Leave the values of parameter ``index``, which gets others, to those who keep its data.

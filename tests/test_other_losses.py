@@ -1,0 +1,129 @@
+"""Losses of which a part comes and goes: the same forward, and a backward through other units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from models import Block
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import zshard
+
+kSteps = 6
+kFrom = 3  # the step from which on the other part is there
+
+
+class Heads(nn.Module):
+    """A trunk, and two heads on it; ``forward`` returns what each of them makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = (nn.Sequential(Block(), Block()) for _ in range(3))
+
+    def forward(self, x: Tensor, detach: str) -> tuple[Tensor, Tensor]:
+        with torch.no_grad() if detach == "trunk without a graph" else nullcontext():
+            x = self.trunk(x)
+        if detach == "trunk":
+            x = x.detach()
+        return self.a(x), self.b(x)
+
+
+def left_out(a: Tensor, b: Tensor, other: bool) -> Tensor:
+    return a.square().mean() + b.square().mean() if other else b.square().mean()
+
+
+def detached(a: Tensor, b: Tensor, other: bool) -> Tensor:
+    return b.square().mean() + (a if other else a.detach()).square().mean()
+
+
+def both(a: Tensor, b: Tensor, other: bool) -> Tensor:
+    return a.square().mean() + b.square().mean()
+
+
+kScripts = {
+    "left out": (left_out, ""),
+    "detached": (detached, ""),
+    "trunk": (both, "trunk"),
+    "without a graph": (both, "trunk without a graph"),
+}
+Turns = Callable[[int], bool]
+
+
+def late(step: int) -> bool:
+    return step >= kFrom
+
+
+def in_turn(step: int) -> bool:
+    return step % 2 == 1
+
+
+def trained(rank: int, world_size: int, script: str, turns: Turns, comm: str) -> list[Tensor]:
+    """Train; return the losses, or the plain model's on all batches for ``comm="plain"``."""
+    loss_of, detach = kScripts[script]
+    torch.manual_seed(0)
+    model: nn.Module = Heads()
+    if comm != "plain":
+        zshard.wrap(model, comm=comm)
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(kSteps):
+        other = turns(step)
+        batches = [
+            torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + each))
+            for each in (range(2) if comm == "plain" else [rank])
+        ]
+        found = [loss_of(*model(x, "" if other else detach), other) for x in batches]
+        (sum(found) / len(found)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(torch.stack(found).detach())
+    return losses
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("turns", [late, in_turn])
+@pytest.mark.parametrize("script", kScripts)
+def test_a_part_of_the_loss_may_come_later_or_in_turn(script: str, turns: Turns, comm: str) -> None:
+    expected = trained(0, 1, script, turns, "plain")
+    found = run_ranks(trained, 2, script, turns, comm)
+    for step, losses in enumerate(expected):
+        ours = torch.cat([found[rank][step] for rank in range(2)])
+        torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-6)
+
+
+def meetings(rank: int, world_size: int) -> list[int]:
+    """What an iteration takes of small collectives, where two losses take turns."""
+    torch.manual_seed(0)
+    model = zshard.wrap(Heads(), comm="group")
+    stats = zshard.stats(model)
+    counts = []
+    for step in range(8):
+        stats.reset()
+        x = torch.randn(4, 7)
+        left_out(*model(x, ""), in_turn(step)).backward()
+        model.zero_grad()
+        counts.append(stats.calls["agree"])
+    return counts
+
+
+def test_each_of_two_losses_has_a_program_of_its_own() -> None:
+    for counts in run_ranks(meetings, 2):
+        assert counts[4:] == [2] * 4, "a forward's and a backward's"
+
+
+def on_one_rank(rank: int, world_size: int) -> int:
+    """One rank leaves a part of the loss out, now and then."""
+    torch.manual_seed(0)
+    model = zshard.wrap(Heads(), comm="group")
+    for step in range(10):
+        left_out(*model(torch.randn(4, 7), ""), other=rank == 0 or step % 3 > 0).backward()
+        model.zero_grad()
+    return len({str(p.sum()) for p in zshard.state_dict(model).values()})
+
+
+def test_ranks_may_leave_out_other_parts() -> None:
+    run_ranks(on_one_rank, 2)
