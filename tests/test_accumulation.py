@@ -47,6 +47,20 @@ def test_one_rank_accumulates_the_plain_models_bits(name: str, no_sync: bool) ->
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.parametrize("held", [(False, True, False), (True, False, True, True, False)])
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_one_rank_adds_micro_batches_to_what_is_reduced_as_the_plain_model_does(
+    strategy: str, held: tuple[bool, ...]
+) -> None:
+    plain, model = models.build("blocks"), zshard.wrap(models.build("blocks"), strategy=strategy)
+    for batch, inside in zip(models.batches("blocks", len(held)), held, strict=True):
+        models.loss_of(plain, batch).backward()
+        with zshard.no_sync(model) if inside else contextlib.nullcontext():
+            models.loss_of(model, batch).backward()
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, name), param.grad), name
+
+
 @pytest.mark.parametrize(
     "name", ["blocks", "odd_parameters", "tied_across_units", "called_twice", "unused", "frozen"]
 )

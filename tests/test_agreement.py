@@ -318,4 +318,4 @@ def test_programs_do_not_pile_up_on_ranks_that_never_repeat_themselves() -> None
     for step in range(150):
         one_step(model, 0, step)
     agreement = schedule_of(model).agreement
-    assert 32 < len(agreement._programs) <= 64
+    assert 32 < len(agreement._programs._learned) <= 64

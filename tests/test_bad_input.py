@@ -7,6 +7,7 @@ tests/test_freezing.py requires_grad, and tests/test_params.py sharded access.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def replace_parameter(model: nn.Module) -> object:
         (append_block, r"ModuleList 'blocks' has other modules or parameters"),
         (replace_block, r"ModuleList 'blocks' has other modules or parameters"),
         (add_parameter, r"Block 'blocks\.0' has other modules or parameters"),
-        (replace_parameter, r"Linear\.weight was replaced after zshard\.wrap"),
+        (replace_parameter, r"weight \(weight of a Linear\) was replaced after zshard\.wrap"),
     ],
 )
 def test_what_is_added_or_replaced_after_wrap_is_refused_and_can_be_undone(
@@ -240,6 +241,9 @@ kWrong: list[dict[str, object]] = [
     {"ignored": 5},
     {"ignored": [5]},
     {"ignored": [nn.Parameter(torch.ones(1))]},
+    {"ignored": nn.Parameter(torch.ones(2))},
+    {"ignored": "outlet.bias"},
+    {"ignored": ["outlet.nothing"]},
     {"device": "nonsense"},
     {"mesh": dist.GroupMember.NON_GROUP_MEMBER},
 ]
@@ -255,11 +259,27 @@ def test_arguments_that_cannot_be_used_are_refused_and_the_model_stays_plain(
     goes_on(zshard.wrap(model))
 
 
+def test_a_module_can_be_ignored_by_its_name() -> None:
+    model = zshard.wrap(Blocks(), ignored=["outlet"])
+    whole = [name for name, param in model.named_parameters() if type(param) is nn.Parameter]
+    assert whole == ["outlet.weight", "outlet.bias"]
+
+
+@pytest.mark.parametrize("precision", [zshard.Precision.bf16(), zshard.Precision(torch.float32)])
+def test_inputs_are_not_cast_away_from_a_float64_model(precision: zshard.Precision) -> None:
+    with pytest.raises(zshard.InputError, match="float64 parameters, which all of its are"):
+        zshard.wrap(Blocks().double(), precision=precision)
+    kept = dataclasses.replace(precision, cast_inputs=False)
+    model = zshard.wrap(Blocks().double(), precision=kept)
+    assert model(batch(0, 0).double()).dtype == torch.float64
+
+
 def test_other_arguments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     model = zshard.wrap(Blocks())
     for name, use in {
         "cast_inputs": lambda: zshard.Precision(cast_inputs=5),
         "max_norm": lambda: zshard.clip_grad_norm_(model, "a"),
+        "norm_type": lambda: zshard.clip_grad_norm_(model, 1.0, "p"),
         "method": lambda: zshard.method(model, 5),
         "rename": lambda: zshard.load_weights(model, tmp_path, rename={"a": "b"}),
     }.items():

@@ -41,7 +41,7 @@ def assert_clipped_alike(results: list[tuple[Record, Record]], tolerance: float)
     assert all(torch.equal(norm, norms[0]) for norm in norms), "ranks disagree about the norm"
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf, "inf"])
 def test_every_norm_at_one_rank_equals_torchs(norm_type: float) -> None:
     assert_clipped_alike([both_sides(0, 1, "blocks", (kLimit, norm_type))], kTolerance)
 

@@ -332,8 +332,19 @@ def test_torchs_optimizer_with_states_of_whole_tensors_is_told_what_takes_them(
     after = torch.optim.AdamW(model.parameters(), foreach=foreach)
     after.load_state_dict(before.state_dict())
     models.loss_of(model, batch(0, 1)).backward()
-    with pytest.raises(zshard.ShardedAccessError, match="which zshard's optimizers take"):
+    values = zshard.state_dict(model)
+    with pytest.raises(zshard.OptimizerError, match=r"'exp_avg' of inlet\.weight is of the whole"):
         after.step()
+    for name, value in zshard.state_dict(model).items():
+        assert torch.equal(value, values[name]), "half a step was made"
     optimizer = zshard.AdamW(model.parameters())
     optimizer.load_state_dict(before.state_dict())
     optimizer.step()
+
+
+def test_a_state_of_other_groups_is_refused_by_its_groups() -> None:
+    model = zshard.wrap(models.Blocks())
+    first, *rest = model.parameters()
+    two = zshard.AdamW([{"params": [first]}, {"params": rest}])
+    with pytest.raises(zshard.OptimizerError, match=rf"groups of \[1, {len(rest)}\] parameters"):
+        zshard.AdamW(model.parameters()).load_state_dict(two.state_dict())

@@ -156,6 +156,31 @@ def other_rates(rank: int, world_size: int, optimizer: str, same: bool) -> list[
     return said
 
 
+def torchs_rates(rank: int, world_size: int, rate: object, same: bool) -> list[str]:
+    model = build()
+    made = torch.optim.AdamW(model.parameters(), lr=rate, foreach=isinstance(rate, float))
+    said = []
+    for step in range(4):
+        try:
+            one_step(model, rank, step)
+        except zshard.MismatchError as error:
+            said.append(str(error))
+            break
+        if step == 1 and (same or rank == 1):
+            made.param_groups[0]["lr"] *= 0.5
+        made.step()
+        made.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.125)], ids=str)
+def test_other_learning_rates_of_torchs_optimizers_are_an_error_on_all(rate: object) -> None:
+    own, other = run_ranks(torchs_rates, 2, rate, False)
+    assert own == other and len(own) == 1
+    assert "lr, betas, momentum, eps, weight_decay of AdamW: [(" in own[0]
+    assert run_ranks(torchs_rates, 2, rate, True) == [[], []]
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD"])
 def test_other_learning_rates_are_an_error_on_all(optimizer: str) -> None:
     own, other = run_ranks(other_rates, 2, optimizer, False)

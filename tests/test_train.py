@@ -168,7 +168,9 @@ def test_bad_input_is_refused_with_its_value_and_a_remedy(
     assert not (tmp_path / "run").exists()
 
 
-def test_resume_refuses_what_would_change_the_curve(whole_run: tuple[Path, str]) -> None:
+def test_resume_refuses_what_would_change_the_curve(
+    whole_run: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = str(whole_run[0])
     with pytest.raises(InputError, match=r"--batch 5: .* trained with --batch 3"):
         resolve({"resume": out, "batch": 5, "steps": 10})
@@ -176,6 +178,10 @@ def test_resume_refuses_what_would_change_the_curve(whole_run: tuple[Path, str])
         resolve({"resume": out})
     resumed = resolve({"resume": out, "steps": 10, "batch": 3})
     assert (resumed.steps, resumed.ranks, resumed.layers) == (10, 2, 2)
+    saved = replace(resumed, width=None)
+    monkeypatch.setattr("zshard.options.options_of", lambda origin: saved)
+    with pytest.raises(InputError, match=r"--width 64: .* trained without it; leave"):
+        resolve({"resume": out, "width": 64, "steps": 10})
     with pytest.raises(InputError, match=r"holds a run already"):
         resolve({"out": out})
     free = {"ranks": 3, "strategy": "ddp", "precision": "bf16", "accumulate": 2, "keep": 5}

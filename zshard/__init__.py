@@ -3,6 +3,7 @@
 ``model = zshard.wrap(model)`` shards parameters, gradients and optimizer states over the ranks.
 """
 
+from . import ops, reference
 from .checkpoint import Loaded, SaveHandle, export, latest, load, load_weights, save
 from .clip import clip_grad_norm_
 from .counters import CommStats
@@ -71,7 +72,9 @@ __all__ = [
     "merge_traces",
     "method",
     "no_sync",
+    "ops",
     "plan",
+    "reference",
     "reset",
     "save",
     "state_dict",

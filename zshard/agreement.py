@@ -28,10 +28,8 @@ from .comm import Comm, Tag
 from .crew import Crew
 from .errors import StateError
 from .meeting import Ask, Message, refuse, refuse_but_who_left, refuse_trained, trained_names
-from .program import Op, Program, Turn, learn
+from .program import Key, Op, Program, Programs, Turn
 from .unit import State, Unit
-
-_PROGRAMS = 64  # kept at a time: ranks that never repeat themselves would learn one each step
 
 # The agreements of all models that are wrapped over the same ranks, by number. A rank may be asked
 # to take part in the gather of one model when it is about to begin a phase of another.
@@ -64,8 +62,9 @@ class Agreement:
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
         self._trained: list[int] = []  # units to be reduced, in the order of last resort
-        self._programs: dict[tuple[int, ...], Program] = {}
-        self._key: tuple[int, ...] = ()
+        self._programs = Programs()
+        self._key: Key = ()
+        self._backward: Key = ()  # the last one's
         self._program: Program | None = None
         self._at = 0  # the next turn of the program
         self._ahead: list[Unit] = []  # gathered ahead, in order, and not needed yet
@@ -82,9 +81,6 @@ class Agreement:
         self.number = _COUNTS[comm.ranks]
         _COUNTS[comm.ranks] += 1
         _AGREEMENTS[comm.ranks, self.number] = self
-        self._backward: tuple[int, ...] = ()  # the last one's key
-        # Of backwards that were seen to differ from those of the same key: they follow no program.
-        self._unsteady: dict[tuple[int, ...], None] = {}
 
     # --- phases ----------------------------------------------------------------------------------
 
@@ -134,8 +130,7 @@ class Agreement:
         self._key = (ask, words[0] if reduces else 0, *(message.digest for message in messages))
         if ask is Ask.BACKWARD:
             self._backward = self._key
-        follow = self._key not in self._unsteady
-        self._program = self._programs.get(self._key) if follow and gathers else None
+        self._program = self._programs.of(self._key) if gathers else None
         self._follows = self._program is not None
         self._irregular = gathers and not self._follows
         self._meets_at_end = gathers and (self._loose or not self._follows)
@@ -170,8 +165,7 @@ class Agreement:
     def forget(self) -> None:
         """Learn everything anew, as all ranks do."""
         self.abandon()
-        self._programs.clear()
-        self._unsteady.clear()
+        self._programs.forget()
         self._irregular, self._loose = False, False
 
     @property
@@ -187,9 +181,7 @@ class Agreement:
 
     def expect_other_ways(self) -> None:
         """From now on, have no backward like the last one follow a program."""
-        self._unsteady[self._backward] = None
-        if len(self._unsteady) > _PROGRAMS:
-            del self._unsteady[next(iter(self._unsteady))]
+        self._programs.distrust(self._backward)
 
     # --- turns -----------------------------------------------------------------------------------
 
@@ -343,10 +335,7 @@ class Agreement:
         if None in gathered:
             return
         everyone: list[list[Turn]] = gathered  # type: ignore[assignment]
-        old = self._programs.pop(self._key, None)
-        self._programs[self._key] = learn(old, everyone, self._trained, self._prefetch)
-        while len(self._programs) > _PROGRAMS:
-            del self._programs[next(iter(self._programs))]
+        self._programs.learn(self._key, everyone, self._trained, self._prefetch)
 
     def forget_trained(self) -> None:
         """Parameters were frozen or unfrozen."""

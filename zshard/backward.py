@@ -123,7 +123,9 @@ class Backward:
             )
         self._forwards.require_values("a backward")
         self._settle_trained()
-        self._reduces = self.sync
+        # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
+        # gradient after the other to what is there.
+        self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
         # Something may have come between, and freed what forward had left gathered.
         there = " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
         about = f"{self._since};{self._count};{first};{there};{self._leaves_to_come()}"

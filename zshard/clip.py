@@ -49,6 +49,10 @@ def clip_grad_norm_(
     schedule, params = _resolve(model_or_params)
     if not isinstance(max_norm, SupportsFloat):
         raise InputError(f"max_norm={max_norm!r}: expected a number")
+    try:
+        norm_type = float(norm_type)
+    except (TypeError, ValueError):
+        norm_type = math.nan
     if not norm_type > 0:
         raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
     schedule.backward.require_gradients()

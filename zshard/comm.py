@@ -44,6 +44,8 @@ class Tag(NamedTuple):
     unit: str
 
     def __str__(self) -> str:
+        if self.phase == "agree":
+            return f"the ranks' meeting for {self.unit}"
         return f"{self.phase} of unit {self.unit!r} in step {self.step}"
 
 

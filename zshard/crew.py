@@ -44,6 +44,11 @@ class Crew:
         self.phase = phase
 
     @property
+    def alone(self) -> bool:
+        """Whether this is the only rank."""
+        return self._comm.world == 1
+
+    @property
     def has_peers(self) -> bool:
         """Whether there are other ranks to be reached."""
         return self._comm.world > 1 and not self._comm.broken

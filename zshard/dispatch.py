@@ -184,15 +184,16 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
     if name in _NORMS:
         raise ShardedAccessError(
             f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
-            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; or "
-            "work on whole parameters inside zshard.full_params(model)."
+            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks. An "
+            "optimizer that needs whole matrices (Muon), or other code: work on whole parameters "
+            "inside zshard.full_params(model)."
         )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this "
         f"rank holds {first._numel()} elements. In a forward: the parameter is used "
         f"outside the module of its unit {first.flat.unit_label!r}; make the module that uses "
-        "it a unit (zshard.wrap(units=...)). Elsewhere: work on whole parameters inside "
-        "zshard.full_params(model)."
+        "it a unit (zshard.wrap(units=...)). Elsewhere, as in an optimizer that needs whole "
+        "matrices (Adafactor, LBFGS): work on whole parameters inside zshard.full_params(model)."
     )
 
 

@@ -224,11 +224,13 @@ class FusedOptimizer(Optimizer):
             OptimizerError: if it is of other parameters, of another rule, or sharded otherwise.
         """
         self.lay_out()
-        params = [p for group in self.param_groups for p in group["params"]]
-        count = sum(len(group["params"]) for group in state_dict["param_groups"])
-        if count != len(params):
+        theirs, ours = (
+            [len(group["params"]) for group in groups]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        if theirs != ours:
             raise OptimizerError(
-                f"the state is of {count} parameters, the optimizer has {len(params)}"
+                f"the state is of groups of {theirs} parameters, the optimizer has groups of {ours}"
             )
         numbered = self._numbered(state_dict)
         saved = {

@@ -146,10 +146,11 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
     saved = options_of(origin)
     for name, value in given.items():
         if name not in _FREE_ON_RESUME and value != getattr(saved, name):
-            flag = name.replace("_", "-")
+            flag, was = name.replace("_", "-"), getattr(saved, name)
             raise InputError(
-                f"--{flag} {value}: the checkpoint {origin.path} was trained with --{flag} "
-                f"{getattr(saved, name)}; leave the option out, or start a new run"
+                f"--{flag} {value}: the checkpoint {origin.path} was trained "
+                f"{'without it' if was is None else f'with --{flag} {was}'}; leave the option out, "
+                "or start a new run"
             )
     home = origin.run
     out = given.get("out", home)

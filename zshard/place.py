@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from .errors import StateError
+
+if TYPE_CHECKING:
+    from .flat import Flat
 
 
 @dataclass(frozen=True)
@@ -19,17 +23,19 @@ class Place:
     flat: int  # index into Unit.flats
     segment: int  # index into the flat's segments
 
-    def require(self, param: torch.Tensor) -> None:
-        """Make sure that the module holds ``param``.
+    def require(self, flat: Flat) -> None:
+        """Make sure that the module holds the sharded parameter, which is one of ``flat``'s.
 
         Raises:
             StateError: if it holds something else.
         """
+        param: torch.Tensor = flat.params[self.segment]
         if self.module._parameters.get(self.attribute) is not param:
             raise StateError(
-                f"{type(self.module).__name__}.{self.attribute} was replaced after zshard.wrap (by "
-                "an assignment, or torch.func.functional_call). Change values inside "
-                "zshard.full_params(model, write=True); change modules before wrapping."
+                f"{flat.names[self.segment]} ({self.attribute} of a {type(self.module).__name__}) "
+                "was replaced after zshard.wrap (by an assignment, or torch.func.functional_call). "
+                "Change values inside zshard.full_params(model, write=True); change modules before "
+                "wrapping."
             )
 
     def install(self, param: torch.Tensor) -> None:

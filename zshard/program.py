@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Op(enum.Enum):
@@ -23,6 +23,47 @@ class Turn(NamedTuple):
 
 
 Program = tuple[Turn, ...]
+Key = tuple[int, ...]  # what tells one kind of phase from others, the same on every rank
+
+_MOST = 64  # kept at a time: ranks that never repeat themselves would learn one each step
+
+
+class Programs:
+    """The programs of one model's phases, by key; the latest are kept."""
+
+    def __init__(self) -> None:
+        self._learned: dict[Key, Program] = {}
+        self._unsteady: dict[Key, None] = {}  # those seen to go other ways under the same key
+
+    def of(self, key: Key) -> Program | None:
+        """The program that a phase of ``key`` is to follow, if any."""
+        return None if key in self._unsteady else self._learned.get(key)
+
+    def learn(
+        self,
+        key: Key,
+        needed: Sequence[Sequence[Turn]],
+        reduced: Sequence[int],
+        prefetch: int,
+    ) -> None:
+        """Take in what a phase of ``key`` has needed; see ``learn``."""
+        self._learned[key] = learn(self._learned.pop(key, None), needed, reduced, prefetch)
+        _keep_latest(self._learned)
+
+    def distrust(self, key: Key) -> None:
+        """From now on, have no phase of ``key`` follow a program."""
+        self._unsteady[key] = None
+        _keep_latest(self._unsteady)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._learned.clear()
+        self._unsteady.clear()
+
+
+def _keep_latest(found: dict[Key, Any]) -> None:
+    while len(found) > _MOST:
+        del found[next(iter(found))]
 
 
 def learn(

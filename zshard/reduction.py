@@ -92,8 +92,7 @@ class Reducer:
 
     def start(self) -> None:
         """Begin a backward: what was left lazy from the last one is settled."""
-        self.settle()
-        if any(any(flat.grads.present) for flat in self.all_flats):
+        if self.has_gradients:
             self.apply_scale()
         self.grad_scale, self.unscales = None, False
         self._present.clear()
@@ -253,6 +252,12 @@ class Reducer:
                 if any(flat.grads.present):
                     flat.grads.owned().mul_(self.grad_scale)
             self.grad_scale, self.unscales = None, False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient that was reduced."""
+        self.settle()
+        return any(any(flat.grads.present) for flat in self.all_flats)
 
     def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
         """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them.

@@ -203,7 +203,7 @@ class Unit:
             StateError: with the first that was replaced.
         """
         for place in self.places:
-            place.require(self.flats[place.flat].params[place.segment])
+            place.require(self.flats[place.flat])
 
     def check_unwritten(self) -> None:
         """Make sure that forward has not written to a whole parameter.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import agree
+from . import agree, other_optimizers
 from .comm import Comm
 from .errors import InputError, StateError, WrapError
 from .flat import Flat
@@ -83,7 +83,8 @@ def wrap(
         prefetch: how many units are gathered ahead of the one that computes.
         init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
             0's values; "trust" does neither.
-        ignored: parameters (themselves, by name, or all of a module) to leave whole and unreduced.
+        ignored: parameters to leave whole and unreduced: a list of them, of their names, or of
+            modules or modules' names for all that these have.
         device: where to move the model first. None leaves it; what is on the meta device goes to
             where the other parameters are, or else to the current GPU under NCCL, or to the CPU.
         init_fn: for a model on the meta device: called as ``init_fn(module)``, without autograd,
@@ -115,11 +116,12 @@ def wrap(
         _check_arguments(model, precision, comm, prefetch, init, device, init_fn)
         if device is not None:
             move(model, device)
-        specs = unit_map(model, units, _ignored_parameters(model, ignored or ()))
+        specs = unit_map(model, units, _ignored_parameters(model, ignored))
         strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
         where = check_parameters(specs)
         check_apart(model, specs)
         _check_split(specs, precision)
+        _check_inputs(specs, precision)
     except Exception as error:
         failure = error  # for the other ranks to know, who are about to meet this one
     if where is None and failure is not None:
@@ -165,6 +167,7 @@ def wrap(
     schedule = Schedule(model, built, transport, pool, precision, prefetch, where)
     schedule.unusable = unusable
     setattr(model, _SCHEDULE, schedule)
+    other_optimizers.look_after()
     hook = ModuleHook(partial(_before_load_state_dict, schedule))
     model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
     return model
@@ -243,12 +246,15 @@ def _device_of(model: object) -> torch.device | None:
 
 
 def _ignored_parameters(
-    model: nn.Module, ignored: Iterable[str | nn.Parameter | nn.Module]
+    model: nn.Module, ignored: Iterable[str | nn.Parameter | nn.Module] | None
 ) -> list[nn.Parameter]:
+    if ignored is None:
+        return []
     named = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     own = {id(param) for param in named.values()}
     found: list[nn.Parameter] = []
-    if not isinstance(ignored, Iterable):
+    if isinstance(ignored, (str, torch.Tensor)) or not isinstance(ignored, Iterable):
         raise InputError(f"ignored={ignored!r}: expected a list of parameters, names or modules")
     for item in ignored:
         if isinstance(item, nn.Parameter) and id(item) in own:
@@ -257,9 +263,22 @@ def _ignored_parameters(
             found += item.parameters()
         elif isinstance(item, str) and item in named:
             found.append(named[item])
+        elif isinstance(item, str) and item in modules:
+            found += modules[item].parameters()
         else:
-            raise InputError(f"ignored: the model has no parameter {item!r}")
+            raise InputError(f"ignored: the model has no parameter or module {item!r}")
     return found
+
+
+def _check_inputs(specs: Sequence[UnitSpec], precision: Precision) -> None:
+    dtypes = {owned.param.dtype for spec in specs for owned in spec.params}
+    casts = precision.cast_inputs and precision.compute not in (None, torch.float64)
+    if casts and dtypes == {torch.float64}:
+        raise InputError(
+            f"Precision(compute={precision.compute}) would cast the model's inputs, while float64 "
+            "parameters, which all of its are, stay float64. Convert the model first, or pass "
+            "cast_inputs=False"
+        )
 
 
 def _check_split(specs: Sequence[UnitSpec], precision: Precision) -> None:

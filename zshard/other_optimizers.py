@@ -1,0 +1,65 @@
+"""Other libraries' optimizers over sharded parameters: what is looked at before their steps.
+
+torch calls a hook before every optimizer's step. It finds what those operations on shards that an
+optimizer consists of would come to know too late, or not at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .errors import OptimizerError
+from .fused import FusedOptimizer
+from .param import Sharded
+
+_COMPARED = ("lr", "betas", "momentum", "eps", "weight_decay")
+
+
+@functools.cache
+def look_after() -> None:
+    """Have every other optimizer's step looked at from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """See that all ranks make the same step, and that it does not fail halfway.
+
+    Raises:
+        OptimizerError: if it has states of whole tensors for sharded parameters.
+    """
+    if isinstance(optimizer, FusedOptimizer):
+        return
+    settings: list[tuple[object, ...]] = []
+    schedules = {}
+    for group in optimizer.param_groups:
+        sharded = [param for param in group["params"] if isinstance(param, Sharded)]
+        if sharded:
+            settings.append(tuple(map(_number, map(group.get, _COMPARED))))
+        for param in sharded:
+            schedules[id(param.flat.schedule)] = param.flat.schedule
+            _refuse_whole_states(param, optimizer.state.get(param, {}))
+    for schedule in schedules.values():
+        schedule.updates.note(f"{', '.join(_COMPARED)} of {type(optimizer).__name__}", settings)
+
+
+def _refuse_whole_states(param: Sharded, states: Mapping[str, object]) -> None:
+    for name, value in states.items():
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, Sharded)
+        if whole and value.ndim > 0 and value.shape == param.shape:  # type: ignore[attr-defined]
+            raise OptimizerError(
+                f"the optimizer's state {name!r} of {param.fqn} is of the whole parameter: it had "
+                "taken steps before zshard.wrap, or a plain state_dict was loaded. Wrap the model "
+                "first, or make a new optimizer; zshard's take plain state_dicts."
+            )
+
+
+def _number(value: object) -> object:
+    """A setting as it is compared; what is on a GPU is not waited for."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.is_cpu and value.numel() == 1 else None
+    return value if isinstance(value, (int, float, tuple, list)) else None
