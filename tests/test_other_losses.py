@@ -115,6 +115,47 @@ def test_each_of_two_losses_has_a_program_of_its_own() -> None:
         assert counts[4:] == [2] * 4, "a forward's and a backward's"
 
 
+class Experts(nn.Module):
+    """A unit with two experts inside, of which a batch takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({name: nn.Linear(7, 7) for name in ("a", "b")})
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return x + self.experts[name](x)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        for block, name in zip(self.blocks, names, strict=True):
+            x = block(x, name)
+        return x
+
+
+def routed(rank: int, world_size: int) -> list[int]:
+    """What a step takes of small collectives, where no two go through the same experts."""
+    torch.manual_seed(0)
+    model = zshard.wrap(Routed(), comm="group")
+    stats = zshard.stats(model)
+    counts = []
+    for names in ("aaa", "bab", "abb", "bba", "aba", "bbb"):
+        stats.reset()
+        model(torch.randn(4, 7), names).square().mean().backward()
+        model.zero_grad()
+        counts.append(stats.calls["agree"])
+    return counts
+
+
+def test_which_parameters_of_a_unit_are_used_changes_no_program() -> None:
+    for counts in run_ranks(routed, 2):
+        assert counts[1:] == [2] * 5
+
+
 def on_one_rank(rank: int, world_size: int) -> int:
     """One rank leaves a part of the loss out, now and then."""
     torch.manual_seed(0)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Sequence
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -128,7 +127,7 @@ class Backward:
         self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
         # Something may have come between, and freed what forward had left gathered.
         there = " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
-        about = f"{self._since};{self._count};{first};{there};{self._leaves_to_come()}"
+        about = f"{self._since};{self._count};{first};{there};{self._units_passed_over()}"
         if self._reduces:
             self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
             try:
@@ -160,15 +159,17 @@ class Backward:
         engine.queue_callback(end)
         self._end = weakref.ref(end, self._let_go)
 
-    def _leaves_to_come(self) -> int:
-        """What tells one choice of leaves that this backward makes gradients of from others.
+    def _units_passed_over(self) -> str:
+        """The trained units that this backward does not come to.
 
-        A part of the graph may have been detached, or a loss left out, that was not before.
+        A part of the graph may have been detached, or a loss left out, that was not before. Which
+        of a unit's parameters get a gradient changes nothing of what is gathered.
         """
         if not self._crew.has_peers:
-            return 0
-        flats = [flat for unit in self._units for flat in unit.flats if flat.requires_grad]
-        return zlib.crc32(bytes(chain.from_iterable(flat.is_coming_to() for flat in flats)))
+            return ""
+        trained = [unit for unit in self._units if unit.trained]
+        passed = [u.label for u in trained if not any(flat.is_come_to() for flat in u.flats)]
+        return " ".join(passed)
 
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin(f"{unit.index}")

@@ -91,7 +91,7 @@ class Flat:
         self._marked = 0  # the version counter of `base` as we last set it
         self.leaves: list[Parameter] = []
         self._watched: set[int] = set()  # leaves that call at their gradient
-        self._accumulators: list[Node | None] | None = None  # of the leaves, once asked for
+        self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.resident: torch.Tensor | None = None
@@ -199,21 +199,19 @@ class Flat:
             self._accumulators = None
         return leaf
 
-    def is_coming_to(self) -> list[bool]:
-        """Of every leaf, whether the backward under way makes a gradient of it.
+    def is_come_to(self) -> bool:
+        """Whether the backward under way makes a gradient of any leaf.
 
         To be asked in one of its hooks.
         """
         if self._accumulators is None:
             with as_autograd_sees():
-                self._accumulators = [
-                    get_gradient_edge(leaf).node if leaf.requires_grad else None
-                    for leaf in self.leaves
-                ]
+                trained = [leaf for leaf in self.leaves if leaf.requires_grad]
+                self._accumulators = [get_gradient_edge(leaf).node for leaf in trained]
         try:
-            return [n is not None and _will_engine_execute_node(n) for n in self._accumulators]
+            return any(map(_will_engine_execute_node, self._accumulators))
         except RuntimeError:  # in torch.autograd.grad, which makes none
-            return [False] * len(self.leaves)
+            return False
 
     def _watch(self, index: int) -> None:
         """Have backward call when the gradient of leaf ``index`` is there."""
