@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from meta import Counted, Large, on_meta
+from meta import Counted, Large, kLargest, on_meta
 from ops_check import devices
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -235,10 +235,9 @@ def peak_of_wrap(
 @pytest.mark.parametrize("strategy", kStrategies)
 def test_wrap_holds_nothing_beside_the_shards(strategy: str, precision: str) -> None:
     init = {"zero1": "broadcast", "zero2": "trust"}.get(strategy, "check")
-    largest = 64 * 512 + 512  # elements of a unit
     for peak, stays, count in run_ranks(peak_of_wrap, 3, strategy, precision, init):
         # A split master is written as fp32 first, its owned range only, one unit at a time.
-        planes = 4 * largest / (1 if strategy == "ddp" else 3) if precision == "split" else 0
+        planes = kLargest / (1 if strategy == "ddp" else 3) if precision == "split" else 0
         assert stays <= peak <= stays + 1.02 * planes
         if strategy == "zero3" and precision == "fp32":
             assert peak == pytest.approx(4 * count / 3, rel=0.05)

@@ -214,7 +214,7 @@ def misuse(rank: int, world_size: int) -> list[str]:
 
 def test_what_cannot_work_is_said_on_every_rank_and_the_model_goes_on() -> None:
     for inside, forward, mismatch, pickled, shape, replaced in run_ranks(misuse, 2):
-        assert "Linear.weight was replaced" in replaced
+        assert "inlet.weight (weight of a Linear) was replaced" in replaced
         assert "model.state_dict() is whole" in inside
         assert "between steps" in forward
         assert "state_dict(all_ranks=" in mismatch

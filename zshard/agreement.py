@@ -290,7 +290,7 @@ class Agreement:
     def _meet(self, mine: Message, label: str) -> list[Message]:
         """Bring ``mine``; return when it is served, or all ranks are about to begin something."""
         while True:
-            words = self._comm.all_gather_words(mine, Tag(0, "agree", label))
+            words = self._comm.all_gather_words(mine, Tag(self._crew.step, "agree", label))
             if mine.ask not in (Ask.GATHER, Ask.READY) and words.count([*mine]) == len(words):
                 return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
             messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]

@@ -44,8 +44,6 @@ class Tag(NamedTuple):
     unit: str
 
     def __str__(self) -> str:
-        if self.phase == "agree":
-            return f"the ranks' meeting for {self.unit}"
         return f"{self.phase} of unit {self.unit!r} in step {self.step}"
 
 
