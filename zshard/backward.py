@@ -160,16 +160,16 @@ class Backward:
         self._end = weakref.ref(end, self._let_go)
 
     def _units_passed_over(self) -> str:
-        """The trained units that this backward does not come to.
+        """The units of which this backward makes no gradient, by number.
 
         A part of the graph may have been detached, or a loss left out, that was not before. Which
         of a unit's parameters get a gradient changes nothing of what is gathered.
         """
         if not self._crew.has_peers:
             return ""
-        trained = [unit for unit in self._units if unit.trained]
-        passed = [u.label for u in trained if not any(flat.is_come_to() for flat in u.flats)]
-        return " ".join(passed)
+        units = self._units
+        passed = [u.index for u in units if not any(flat.is_come_to() for flat in u.flats)]
+        return " ".join(map(str, passed))
 
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin(f"{unit.index}")
