@@ -50,15 +50,19 @@ kScripts = {
     "trunk": (both, "trunk"),
     "without a graph": (both, "trunk without a graph"),
 }
-Turns = Callable[[int], bool]
+Turns = Callable[[int, int], bool]  # of a step and a rank: whether the other part is there
 
 
-def late(step: int) -> bool:
+def late(step: int, rank: int) -> bool:
     return step >= kFrom
 
 
-def in_turn(step: int) -> bool:
+def in_turn(step: int, rank: int) -> bool:
     return step % 2 == 1
+
+
+def apart(step: int, rank: int) -> bool:
+    return rank == 0 or step % 3 > 0
 
 
 def trained(rank: int, world_size: int, script: str, turns: Turns, comm: str) -> list[Tensor]:
@@ -71,12 +75,11 @@ def trained(rank: int, world_size: int, script: str, turns: Turns, comm: str) ->
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(kSteps):
-        other = turns(step)
-        batches = [
-            torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + each))
-            for each in (range(2) if comm == "plain" else [rank])
-        ]
-        found = [loss_of(*model(x, "" if other else detach), other) for x in batches]
+        found = []
+        for each in range(2) if comm == "plain" else [rank]:
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + each))
+            other = turns(step, each)
+            found.append(loss_of(*model(x, "" if other else detach), other))
         (sum(found) / len(found)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -85,7 +88,7 @@ def trained(rank: int, world_size: int, script: str, turns: Turns, comm: str) ->
 
 
 @pytest.mark.parametrize("comm", ["group", "peer"])
-@pytest.mark.parametrize("turns", [late, in_turn])
+@pytest.mark.parametrize("turns", [late, in_turn, apart])
 @pytest.mark.parametrize("script", kScripts)
 def test_a_part_of_the_loss_may_come_later_or_in_turn(script: str, turns: Turns, comm: str) -> None:
     expected = trained(0, 1, script, turns, "plain")
@@ -104,7 +107,7 @@ def meetings(rank: int, world_size: int) -> list[int]:
     for step in range(8):
         stats.reset()
         x = torch.randn(4, 7)
-        left_out(*model(x, ""), in_turn(step)).backward()
+        left_out(*model(x, ""), in_turn(step, rank)).backward()
         model.zero_grad()
         counts.append(stats.calls["agree"])
     return counts
@@ -154,17 +157,3 @@ def routed(rank: int, world_size: int) -> list[int]:
 def test_which_parameters_of_a_unit_are_used_changes_no_program() -> None:
     for counts in run_ranks(routed, 2):
         assert counts[1:] == [2] * 5
-
-
-def on_one_rank(rank: int, world_size: int) -> int:
-    """One rank leaves a part of the loss out, now and then."""
-    torch.manual_seed(0)
-    model = zshard.wrap(Heads(), comm="group")
-    for step in range(10):
-        left_out(*model(torch.randn(4, 7), ""), other=rank == 0 or step % 3 > 0).backward()
-        model.zero_grad()
-    return len({str(p.sum()) for p in zshard.state_dict(model).values()})
-
-
-def test_ranks_may_leave_out_other_parts() -> None:
-    run_ranks(on_one_rank, 2)
