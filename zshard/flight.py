@@ -73,6 +73,21 @@ class Route(NamedTuple):
         scales = (mean, 1.0) if dtype in (torch.float32, torch.float64) else (1.0, mean)
         return cls(packed, tuple(stages), last, *scales)
 
+    def landing_in(self, shard: torch.Tensor) -> Route:
+        """As this one, but the sum, where there is nothing to be done for it, arrives in ``shard``.
+
+        That is one row, packed by a single rank or summed by NCCL, of which the last pass then
+        only reads what it measures. ``shard`` (S,), reduce dtype, must hold nothing to be kept.
+        """
+        if len(self.stages) > 1 or isinstance(self.last, list) or len(self.last) != 1:
+            return self
+        if self.scale_sum != 1.0 or shard.numel() != self.last.numel():
+            return self
+        row = shard.view(1, -1)
+        if not self.stages:
+            return self._replace(packed=shard, last=row)
+        return self._replace(stages=(self.stages[0]._replace(chunks=row),), last=row)
+
     @staticmethod
     def bytes_of(flat: Flat, comm: Comm) -> dict[Scratch, int]:
         """Bytes of the reduce buffers that the reduction of ``flat`` takes, by their names."""
@@ -100,10 +115,12 @@ class Flight:
         self._handle: Handle | None = None
         self._unread: Stage | None = None  # what was exchanged and is not summed yet
         self._gathers: list[Handle] = []
-        self._mark: Mark = None  # of the last sum, where that is enqueued already (CUDA)
+        self._summed = False  # the last sum is made, or enqueued (CUDA)
+        self._mark: Mark = None  # of that
         flat.grads.shard()  # allocated here, on the compute stream
         self._start(0)
-        if comm.reduce_lane.stream is not None:  # nothing blocks the host: it goes straight on
+        # Where nothing blocks the host it goes straight on.
+        if comm.reduce_lane.stream is not None or not route.stages:
             with comm.reduce_lane.after_compute():
                 self._finish()
 
@@ -113,13 +130,13 @@ class Flight:
         Other buffers than the packed one are used on the reduce lane alone, one after the other.
         """
         apart = self._route.packed.data_ptr() != route.packed.data_ptr()
-        return self._mark is not None and apart
+        return self._summed and apart
 
     def land(self) -> None:
         """Have the reduce buffers free again; gathers may still be under way."""
-        if self._mark is None:
+        if not self._summed:
             self._finish()
-        else:
+        elif self._mark is not None:
             self._await_mark()
 
     def _await_mark(self) -> None:
@@ -184,7 +201,7 @@ class Flight:
             with self._comm.summing(self._tag):
                 _sum(piece, self._route.last, self._route.scale_sum, accumulate, self._stats)
             self._release()
-        self._mark = self._comm.reduce_lane.mark()
+        self._summed, self._mark = True, self._comm.reduce_lane.mark()
         if shard.numel() == 0:
             return
         if replicas.size > 1:

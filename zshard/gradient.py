@@ -256,6 +256,11 @@ class Gradients:
         left = left or [False] * len(self._held)
         return [new or held is not None for new, held in zip(left, self._held, strict=True)]
 
+    def room(self) -> torch.Tensor | None:
+        """(S,) reduce dtype: the shard, where nothing lies in it that a reduction is to read."""
+        taken = any(self.present) or any(held is not None for held in self._held)
+        return None if taken else self.shard()
+
     def pack(self, packed: torch.Tensor, scale: float) -> None:
         """Write this rank's gradients, times ``scale``, into ``packed`` (N * S,) and free them."""
         flat = self._flat

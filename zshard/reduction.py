@@ -184,7 +184,9 @@ class Reducer:
         """Pack what gradients there are of ``unit``, and start reducing them."""
         for flat in unit.flats:
             if flat.requires_grad:
-                route = self._route_of(flat)
+                route, room = self._route_of(flat), flat.grads.room()
+                if room is not None:
+                    route = route.landing_in(room)
                 while self._in_flight and not self._in_flight[0].leaves_free(route):
                     self._in_flight.pop(0).land()
                 self._comm.reclaim(route.packed, tag)
