@@ -190,18 +190,6 @@ def settings_of(arguments: argparse.Namespace) -> list[Setting]:
     return found if arguments.skip_host else [*found, Setting("units", 4, "fp32", device)]
 
 
-def variants_of(text: str) -> list[Variant]:
-    """Read ``--zshard``.
-
-    Raises:
-        ValueError: for a variant that is none, or one given twice.
-    """
-    variants = [Variant.parse(part) for part in text.split(",")]
-    if len(set(variants)) < len(variants):
-        raise ValueError(f"{text!r} has one variant twice")
-    return variants
-
-
 class Asked(NamedTuple):
     """What the command line asks for."""
 
@@ -232,9 +220,8 @@ def make_step_parser(program: str | None) -> argparse.ArgumentParser:
         metavar="VARIANT,...",
         default="zero3",
         help="how zshard runs, the first compared with all others: zero3, zero2, zero1, ddp, "
-        "prefetch=0, reduce=bf16, peer (comm='peer'), trace (record every step), joined by + in "
-        "one variant; "
-        "default: zero3",
+        "prefetch=0, reduce=bf16, peer (comm='peer'), trace (record every step), split (the master "
+        "as two planes, where bf16 computes), joined by + in one variant; default: zero3",
     )
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--backend", choices=("gloo", "nccl", "fake"), default="gloo")
@@ -278,7 +265,7 @@ def parse(argv: Sequence[str] | None, program: str | None) -> Asked:
             setattr(arguments, name, value)
     try:
         option = "--zshard"
-        variants = variants_of(arguments.zshard)
+        variants = Variant.parse_all(arguments.zshard)
         option = "--against"
         peers, not_run = choose(arguments.against)
     except ValueError as error:

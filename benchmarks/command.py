@@ -35,12 +35,12 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     """Refuse, before anything is measured, what would fail afterwards."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here; use --device cpu")
-    if arguments.plot:
+    if getattr(arguments, "plot", None):
         if Path(arguments.plot).suffix != ".png":
             parser.error(f"--plot {arguments.plot}: the file's name has to end with .png")
         import matplotlib  # noqa: F401
     for option in ("json", "plot"):
-        if path := getattr(arguments, option):
+        if path := getattr(arguments, option, None):
             folder = Path(path).parent
             try:
                 folder.mkdir(parents=True, exist_ok=True)

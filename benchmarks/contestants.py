@@ -12,9 +12,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from variant import DTYPES, Variant
 
 import zshard
 from zshard.trace import Trace
@@ -37,7 +36,6 @@ from zshard.trace import Trace
 __all__ = ["MAKERS", "UNITS", "Contestant", "Setting", "Variant", "make_zshard"]
 
 _LR, _MAX_NORM = 1e-3, 1.0
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Contestant:
@@ -94,62 +92,6 @@ def _fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
 # --- zshard ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to run zshard.
-
-    Args:
-        reduce: the dtype of gradients on the wire, "fp32" or "bf16"; None for the setting's.
-        comm: "group", the process group's collectives, or "peer", memory that the ranks share.
-        traced: whether every step is recorded by zshard.trace, and forgotten.
-    """
-
-    strategy: str = "zero3"
-    prefetch: int = 1
-    reduce: str | None = None
-    comm: Literal["group", "peer"] = "group"
-    traced: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Variant:
-        """Read, for instance, "zero3", "prefetch=0" or "zero2+prefetch=2+reduce=bf16".
-
-        Raises:
-            ValueError: with what is wrong and what can be asked for.
-        """
-        given: dict[str, object] = {}
-        for part in text.split("+"):
-            key, equals, value = part.rpartition("=")
-            if not equals and value in ("zero3", "zero2", "zero1", "ddp"):
-                given["strategy"] = value
-            elif key == "prefetch" and value.isdecimal():
-                given[key] = int(value)
-            elif key == "reduce" and value in _DTYPES:
-                given[key] = value
-            elif not equals and value == "peer":
-                given["comm"] = value
-            elif not equals and value == "trace":
-                given["traced"] = True
-            else:
-                raise ValueError(
-                    f"{text!r}: {part!r} is none of zero3, zero2, zero1, ddp, prefetch=NUMBER, "
-                    "reduce=fp32, reduce=bf16, peer, trace (joined by + in one variant)"
-                )
-        return cls(**given)  # type: ignore[arg-type]
-
-    @property
-    def name(self) -> str:
-        """What the tables call it."""
-        name = f"zshard {self.strategy}"
-        if self.prefetch != 1:
-            name += f" prefetch={self.prefetch}"
-        if self.reduce is not None:
-            name += f" reduce={self.reduce}"
-        if self.comm != "group":
-            name += f" {self.comm}"
-        return f"{name} trace" if self.traced else name
-
-
 class Traced(Contestant):
     """zshard that records every step, and forgets it as the next one begins."""
 
@@ -166,12 +108,13 @@ class Traced(Contestant):
 def make_zshard(setting: Setting, variant: Variant | None = None) -> Contestant:
     """zshard over the default group, or one rank without a group; zero3 by default."""
     variant = variant or Variant()
-    reduce = setting.reduce if variant.reduce is None else _DTYPES[variant.reduce]
+    reduce = setting.reduce if variant.reduce is None else DTYPES[variant.reduce]
+    split = variant.split and setting.compute == torch.bfloat16
     fake = dist.is_initialized() and dist.get_backend() == "fake"
     model = zshard.wrap(
         setting.build(),
         strategy=variant.strategy,
-        precision=zshard.Precision(setting.compute, reduce),
+        precision=zshard.Precision(setting.compute, reduce, "split" if split else "fp32"),
         comm=variant.comm,
         prefetch=variant.prefetch,
         init="trust" if fake else "check",
@@ -207,11 +150,15 @@ def _simulate_alike(modules: list[nn.Module]) -> None:
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> None:
-            rows = output_tensor.view(dist.get_world_size(group), -1)
-            rows.copy_(input_tensor.view(1, -1).expand_as(rows))
+            repeat_rows(output_tensor.view(dist.get_world_size(group), -1), input_tensor)
 
     for module in modules:
         module.set_custom_all_gather(OneCopy())
+
+
+def repeat_rows(rows: Tensor, row: Tensor) -> None:
+    """Fill ``rows`` (N, S) with ``row`` (S,)."""
+    rows.copy_(row.view(1, -1).expand_as(rows))
 
 
 def make_fsdp2(setting: Setting) -> Contestant:

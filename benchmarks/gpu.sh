@@ -5,13 +5,14 @@
 #
 # Builds the extension for this GPU in the checkout (no network, no build isolation), runs the tests
 # marked cuda, the benchmarks (kernels; steps with NCCL at N = 1, and with the fake process group at
-# N = 8 and 64), and compute-sanitizer on the ops. Writes RESULTS/<gpu>-<date>-*.json and one log. A
-# stage that fails is reported, the later ones still run, and the exit status is 1. With cpu, the
-# same stages run without a GPU as far as they can: to try the script, not to measure.
+# N = 8 and 64; bytes that a step moves), and compute-sanitizer on the ops. Writes
+# RESULTS/<gpu>-<date>-*.json and one log. A stage that fails is reported, the later ones still run,
+# and the exit status is 1. With cpu, the same stages run without a GPU as far as they can: to try
+# the script, not to measure.
 #
 # PYTHON: the interpreter that has torch and pytest (python3). ONLY: an extended regular expression;
 # stages whose names it does not match are left out, so that what one call has no time for gets a
-# call of its own: ONLY='build|tests|ops|step|losses', then ONLY='build|sanitizer|racecheck'.
+# call of its own: ONLY='build|tests|ops|step|bytes|losses', then ONLY='build|sanitizer|racecheck'.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -119,6 +120,8 @@ for ranks in 8 64; do
         "${quick[@]}" --backend fake --ranks $ranks --model "${models[@]}" --tokens $tokens \
         --precision bf16/bf16 --json "$results/$name-step-fake$ranks.json"
 done
+stage "bytes, fake, N = 8" 90 "$python" benchmarks/bench_bytes.py --device "$device" \
+    --model "${models[0]}" --tokens $tokens --zshard zero3,split --json "$results/$name-bytes.json"
 # Two ranks share the GPU over gloo: right losses across ranks, no figure of speed.
 stage "losses, gloo, N = 2" 90 "$python" benchmarks/bench_step.py --device "$device" \
     --backend gloo --ranks 2 --model 25m --tokens 128 --precision fp32 bf16 --against ddp \

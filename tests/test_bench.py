@@ -59,6 +59,7 @@ def command(
         ("step --zshard prefetch=-1", "'prefetch=-1' is none of"),
         ("step --zshard zero3+reduce=fp8", "'reduce=fp8' is none of"),
         ("step --zshard zero2,zero2", "has one variant twice"),
+        ("bytes --zshard zero4", "--zshard 'zero4': 'zero4' is none of zero3"),
         ("step --check-only --plot a.png", "--plot with --check-only: nothing is timed"),
         ("step --check-only --backend fake", "its losses mean nothing; use gloo or nccl"),
         (

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "collectives": "gathers and reductions, shared memory beside gloo",
     "memory": "peak resident memory of a rank, beside FSDP2, FSDP1 and DDP",
     "breakdown": "where the time of zshard's step goes",
+    "bytes": "what a step moves in memory, counted, beside FSDP2",
     "machine": "how fast this machine computes, moves and sends, for zshard plan --machine",
     "plan": "step times that zshard plan predicts, over measured ones",
     "checkpoint": "saving and loading, beside torch.distributed.checkpoint and a plain copy",
