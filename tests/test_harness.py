@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,3 +154,28 @@ def test_a_rank_that_exits_without_a_result_is_a_failure() -> None:
 def test_a_result_that_does_not_pickle_is_reported_by_its_rank() -> None:
     with pytest.raises(RankFailure, match="rank 0 raised"):
         run_ranks(unpicklable, 1)
+
+
+def test_the_gpu_script_finds_every_file_with_cuda_tests() -> None:
+    root = Path(__file__).parent.parent
+    script = (root / "benchmarks" / "gpu.sh").read_text()
+    found = re.search(r"mapfile -t cuda_tests < <\((.*)\)$", script, re.MULTILINE)
+    assert found is not None
+    listed = subprocess.run(
+        ["bash", "-c", found[1]], cwd=root, capture_output=True, text=True, check=True
+    )
+    as_with_a_gpu = (
+        "import pytest, sys, torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "sys.exit(pytest.main(['--collect-only', '-qm', 'cuda', '-p', 'no:cacheprovider']))\n"
+    )
+    collected = subprocess.run(
+        [sys.executable, "-c", as_with_a_gpu],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert collected.returncode == 0, collected.stdout
+    with_tests = {line.split("::")[0] for line in collected.stdout.splitlines() if "::" in line}
+    assert set(listed.stdout.split()) == with_tests
