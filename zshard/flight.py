@@ -2,8 +2,9 @@
 
 Order of events: the packed gradients are exchanged over the shards and summed. With replicas (HSDP)
 that sum is cut into pieces, exchanged over the replicas, and summed again. The last sum is the pass
-that scales, accumulates, squares and checks. Then what is to be known more widely is gathered: the
-pieces over the replicas, and with replicated masters (ddp) the shards over the ranks.
+that scales, accumulates, squares and checks. A single row, of one rank or of NCCL's sums, arrives
+where the sum stays, and that pass only reads it. Then what is to be known more widely is gathered:
+the pieces over the replicas, and with replicated masters (ddp) the shards over the ranks.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ class FlatPlan(NamedTuple):
         """Bytes that the sum after the exchange reads and writes."""
         size, reduce = self.layout.world_size, self.dtypes.reduce
         rows = chunk_rows(size, reduce, nccl=nccl) if size > 1 else 1
-        return self.layout.shard_size * reduce.itemsize * (rows + 1)
+        written = rows > 1  # a single row is read where it stays
+        return self.layout.shard_size * reduce.itemsize * (rows + written)
 
     def update_bytes(self, states: int) -> int:
         """Bytes that the optimizer's pass reads and writes."""
