@@ -23,7 +23,6 @@ from steps import batch
 from torch import Tensor, nn
 
 import zshard
-from zshard import agree
 
 Act = Callable[[nn.Module], object]
 
@@ -297,13 +296,3 @@ def test_torchs_clipping_is_refused_with_ours(foreach: bool) -> None:
     with pytest.raises(zshard.ShardedAccessError, match=r"norm of .*Clip with zshard\.clip_grad_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
     goes_on(model)
-
-
-@pytest.mark.parametrize("at", [0, 2 * agree._WORDS, 4 * agree._WORDS + 4])  # two in a word
-def test_the_digest_of_values_is_of_all_its_chunks_and_of_their_order(at: int) -> None:
-    values = torch.randn(4 * agree._WORDS + 5)
-    other, swapped = values.clone(), values.clone()
-    other[at] += 1
-    swapped[at], swapped[1] = values[1], values[at]
-    assert len({agree.digest(each) for each in (values, other, swapped)}) == 3
-    assert agree.digest(values[1:].clone()) == agree.digest(values[1:])  # wherever they lie

@@ -9,13 +9,11 @@ from typing import NamedTuple, cast
 import torch
 
 from .comm import Comm, Tag
+from .digest import digest
 from .errors import MismatchError
 from .layout import dense_stride
 from .strategy import Strategy
 from .unitmap import UnitSpec
-
-_WORDS = 1 << 17  # of 8 bytes, hashed at once: the products, 1 MiB, stay in cache
-_DEVICE_WORDS = 1 << 24  # likewise on a GPU, where they take 128 MiB
 
 
 class _Fact(NamedTuple):
@@ -121,7 +119,7 @@ def values(specs: Sequence[UnitSpec], comm: Comm, init: str) -> None:
     else:
         there = [owned for spec in specs for owned in spec.params if not owned.param.is_meta]
         names = [owned.name for owned in there]
-        mine = [digest(owned.param.detach()) for owned in there]
+        mine = [digest(owned.param) for owned in there]
         remedy = (
             "seed the ranks alike (an init_fn: draw from torch's generators only), or pass "
             "init='broadcast'"
@@ -161,28 +159,3 @@ def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
                 value = owned.param.detach().contiguous()
                 comm.broadcast(value.view(-1), Tag(0, "wrap", spec.name or "root"))
                 owned.param.copy_(value)
-
-
-def digest(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two 64-bit checksums of the tensor's bits: their sum, and their sum weighted by position."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    step = _WORDS if data.is_cpu else _DEVICE_WORDS
-    # An odd weight that differs by position, so that swapped elements show.
-    weights = 2 * torch.arange(min(step, data.numel() // 8 + 1), device=data.device) + 1
-    sums = torch.zeros(2, dtype=torch.int64, device=data.device)  # read once: the host has to wait
-    for begin in range(0, data.numel(), 8 * step):
-        words = _words(data[begin : begin + 8 * step])
-        total = words.sum()
-        weighted = (words * weights[: words.numel()]).sum() + begin // 4 * total
-        sums += torch.stack((total, weighted))
-    first, second = sums.tolist()
-    return first, second
-
-
-def _words(data: torch.Tensor) -> torch.Tensor:
-    """Bytes as int64, the last ones with zeros behind them."""
-    if data.numel() % 8:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
-    elif data.storage_offset() % 8:
-        data = data.clone()
-    return data.view(torch.int64)

@@ -13,6 +13,7 @@ from torch import nn
 
 from . import agree
 from .comm import Comm, Tag
+from .digest import digest
 from .dispatch import own_slice
 from .errors import InputError, StateError
 from .flat import Flat, user_attributes
@@ -121,7 +122,7 @@ def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -
     """Make sure that every rank has left the same values."""
     schedule.begin_call("the end of full_params(write=True)")
     names = [name for flat, _ in taken for name in flat.names]
-    mine = [agree.digest(value.detach()) for _, whole in taken for value in whole]
+    mine = [digest(value) for _, whole in taken for value in whole]
     remedy = (
         "each would keep its own part of them, so nothing of what was written inside "
         "zshard.full_params(model, write=True) is taken. Write the same on every rank"

@@ -5,7 +5,6 @@ A range is [begin, end) in elements of the tensor in its memory order; see ``Seg
 
 from __future__ import annotations
 
-import ctypes
 import math
 from abc import ABC, abstractmethod
 
@@ -193,13 +192,6 @@ class Snapshot(Source):
     def read(self, begin: int, end: int) -> torch.Tensor:
         """A view of the copy."""
         return self._values[begin - self.here.begin : end - self.here.begin]
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, for as long as that lives."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def positions(

@@ -9,9 +9,10 @@ from itertools import pairwise
 
 import torch
 
+from ..digest import bytes_of
 from ..errors import CheckpointError
 from .files import File
-from .held import Sink, bytes_of, in_file_order, places, positions
+from .held import Sink, in_file_order, places, positions
 from .inventory import Inventory
 from .manifest import Chunk, Stored, checksum
 

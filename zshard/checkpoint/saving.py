@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..digest import bytes_of
 from ..errors import CheckpointError, MismatchError
 from ..schedule import Schedule
 from . import catalogue, files
 from .files import File
-from .held import Snapshot, Source, bytes_of, in_file_order, positions
+from .held import Snapshot, Source, in_file_order, positions
 from .inventory import Inventory, inventory_of
 from .loading import runs
 from .manifest import (
