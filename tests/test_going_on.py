@@ -49,6 +49,39 @@ def test_an_exception_in_one_models_backward_leaves_the_other_in_step(
     assert other == ["made"] * 2 + ["StateError"] + ["made"] * 5
 
 
+def reads_after(rank: int, world_size: int, where: str, comm: str) -> list[str]:
+    """A loop that reads after each step, whatever came of it; once, rank 0's step raises."""
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks(), comm=comm)
+    optimizer = zshard.AdamW(model.parameters())
+    ends = []
+    for step in range(5):
+        raises = step == 2 and rank == 0
+        try:
+            x = batch(rank, step)
+            loss = model(x[:, :2] if raises and where == "forward" else x).square().mean()
+            if raises:
+                raise ValueError("user code")
+            loss.backward()
+            optimizer.step()
+            ends.append("made")
+        except Exception as error:
+            ends.append(type(error).__name__)
+            zshard.reset(model)
+        optimizer.zero_grad()
+        zshard.full_param(model, "inlet.bias")
+    return ends
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("where", ["forward", "loss"])
+def test_a_read_after_an_exception_on_one_rank_finds_the_others(where: str, comm: str) -> None:
+    own, other = run_ranks(reads_after, 2, where, comm, timeout=20)
+    raised = "RuntimeError" if where == "forward" else "ValueError"
+    assert own == ["made", "made", raised, "made", "made"]
+    assert other == ["made", "made", "MismatchError", "made", "made"]
+
+
 def loop_over_two(
     rank: int, world_size: int, where: str, comm: str
 ) -> tuple[list[str], list[Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import zshard
+from zshard.wrap import schedule_of
 
 kSteps = 6
 kFrom = 3  # the step from which on the other part is there
@@ -50,6 +51,8 @@ kScripts = {
     "trunk": (both, "trunk"),
     "without a graph": (both, "trunk without a graph"),
 }
+Forward = Callable[[], Tensor]
+Turn = Callable[[Forward], None]
 Turns = Callable[[int, int], bool]  # of a step and a rank: whether the other part is there
 
 
@@ -157,3 +160,82 @@ def routed(rank: int, world_size: int) -> list[int]:
 def test_which_parameters_of_a_unit_are_used_changes_no_program() -> None:
     for counts in run_ranks(routed, 2):
         assert counts[1:] == [2] * 5
+
+
+# --- several forwards, of which a backward goes through some ------------------------------------
+
+
+def discards(forward: Forward) -> None:
+    forward()
+    forward().backward()
+
+
+def each_of_two(forward: Forward) -> None:
+    first, second = forward(), forward()
+    first.backward()
+    second.backward()
+
+
+def the_second(forward: Forward) -> None:
+    first, second = forward(), forward()
+    second.backward()
+    first.detach_()
+
+
+def their_sum(forward: Forward) -> None:
+    (forward() + forward()).backward()
+
+
+def one(forward: Forward) -> None:
+    forward().backward()
+
+
+kTurns = [
+    (discards, their_sum, discards, their_sum),
+    (each_of_two, their_sum, each_of_two),
+    (one, their_sum, one, discards, one),
+    (their_sum, each_of_two, discards, one),
+]
+
+
+def takes_turns(
+    rank: int, world_size: int, turns: Sequence[Turn], comm: str
+) -> list[dict[str, Tensor]]:
+    """Make steps, each of another kind; returns the gradients of each, the plain model's if so."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    names = [name for name, _ in model.named_parameters()]
+    if comm != "plain":
+        model = zshard.wrap(model, comm=comm)
+    x = torch.randn(4, 3)
+    found = []
+    for turn in turns:
+        turn(lambda: model(x).square().mean())
+        if comm == "plain":
+            found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        else:
+            found.append({name: zshard.full_grad(model, name) for name in names})
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("turns", kTurns)
+def test_a_backward_through_some_of_several_forwards_is_taken_for_no_other(
+    turns: Sequence[Turn], size: int, comm: str
+) -> None:
+    plain = takes_turns(0, 1, turns, "plain")
+    for found in run_ranks(takes_turns, size, turns, comm):
+        for step, (grads, expected) in enumerate(zip(found, plain, strict=True)):
+            for name, grad in grads.items():
+                assert torch.equal(grad, expected[name]), (step, name)
+
+
+def test_a_forward_that_nobody_can_go_through_any_more_is_forgotten() -> None:
+    model = zshard.wrap(nn.Sequential(*(nn.Linear(3, 3) for _ in range(2))))
+    for _ in range(5):
+        output = model(torch.randn(4, 3))
+    backward = schedule_of(model).backward
+    assert [each() is not None for each, _ in backward._since] == [False, True]
+    del output

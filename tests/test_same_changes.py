@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 
+import models
 import pytest
 import torch
 from models import Blocks
 from ranks import RankFailure, run_ranks
-from steps import build, one_step
+from steps import batch, build, one_step
 from torch import Tensor, nn
 
 import zshard
@@ -175,14 +179,15 @@ def other_rates(rank: int, world_size: int, kind: str, rate: object, same: bool)
     ("kind", "rate", "what"),
     [
         *((kind, 0.25, f"the settings of {kind}'s groups") for kind in ("AdamW", "Adam", "SGD")),
-        ("torch", 0.25, "lr, betas, momentum, eps, weight_decay of AdamW"),
-        ("torch", torch.tensor(0.25), "lr, betas, momentum, eps, weight_decay of AdamW"),
+        ("torch", 0.25, "the settings of AdamW's groups"),
+        ("torch", torch.tensor(0.25), "the settings of AdamW's groups"),
     ],
 )
 def test_other_learning_rates_are_an_error_on_all(kind: str, rate: object, what: str) -> None:
     own, other = run_ranks(other_rates, 2, kind, rate, False)
     assert own == other and len(own) == 1
-    assert f"{what}: [(0.125," in own[0] and "on rank 0; [(0.25," in own[0]
+    first, second = own[0].split(" on rank 0; ")
+    assert f"{what}: [" in first and "0.125" in first and "0.25" in second
     assert run_ranks(other_rates, 2, kind, rate, True) == [[], []]
 
 
@@ -207,3 +212,229 @@ def test_a_tally_fits_a_word(tally: Tally) -> None:
     assert 0 <= 2 * tally.as_word() + 1 < 2**63
     assert Tally.of_word(tally.as_word()) == tally
     assert Tally(7, 3).since(Tally(5, 2**30 - 1)) == Tally(2, 4)
+
+
+# --- what else a step depends on -----------------------------------------------------------------
+
+Part = Callable[[nn.Module, torch.optim.Optimizer], object]
+
+
+def clip_to(max_norm: float, norm_type: float = 2.0) -> Part:
+    return partial(clip, max_norm=max_norm, norm_type=norm_type)
+
+
+def clip(model: nn.Module, optimizer: torch.optim.Optimizer, **options: float) -> object:
+    return zshard.clip_grad_norm_(model, **options)
+
+
+def clip_some(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    return zshard.clip_grad_norm_([*model.parameters()][2:], 0.5)
+
+
+def nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    pass
+
+
+def drop_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def drop_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.inlet.bias.grad = None
+
+
+def other_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in params if (p.ndim == 1) == (group["weight_decay"] > 0)]
+
+
+def leave_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def setting(name: str, value: object) -> Part:
+    return partial(set_one, name=name, value=value)
+
+
+def set_one(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, value: object) -> None:
+    optimizer.param_groups[0][name] = value
+
+
+kMakers = {
+    "AdamW": zshard.AdamW,
+    "torch SGD": partial(torch.optim.SGD, momentum=0.5),
+    "torch AdamW": torch.optim.AdamW,
+}
+
+# What rank 1 does, what the others do -> the optimizer, what the error names.
+kParts: dict[str, tuple[Part, Part, str, str]] = {
+    "clips to another norm": (clip_to(0.25), clip_to(0.5), "AdamW", "max_norm, norm_type"),
+    "clips alone": (clip_to(0.5), nothing, "AdamW", "max_norm, norm_type"),
+    "clips by another p": (clip_to(0.5, 1.0), clip_to(0.25, 1.0), "torch SGD", "max_norm, norm"),
+    "clips fewer": (clip_some, clip_some, "AdamW", ""),
+    "drops all gradients": (drop_all, nothing, "AdamW", "have changed"),
+    "drops one gradient": (drop_one, nothing, "AdamW", "which parameters have gradients in AdamW"),
+    "drops one of torch's": (drop_one, nothing, "torch SGD", "which parameters have gradients"),
+    "has other groups": (other_groups, nothing, "AdamW", "which parameters are in AdamW's groups"),
+    "has torch's other groups": (other_groups, nothing, "torch AdamW", "are in AdamW's groups"),
+    "leaves a parameter out": (leave_out, nothing, "AdamW", "which parameters are in AdamW's"),
+    "maximizes": (setting("maximize", True), nothing, "torch AdamW", "the settings of AdamW's"),
+    "is Nesterov's": (setting("nesterov", True), nothing, "torch SGD", "the settings of SGD's"),
+}
+
+
+def parts(rank: int, world_size: int, case: str, strategy: str) -> str:
+    own, others, kind, _ = kParts[case]
+    model = build(strategy=strategy)
+    params = [*model.named_parameters()]
+    optimizer = kMakers[kind](
+        [
+            {"params": [p for _, p in params if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for _, p in params if p.ndim != 1], "weight_decay": 0.1},
+        ],
+        lr=0.1,
+    )
+    said = ""
+    try:
+        for step in range(3):
+            one_step(model, rank, step)
+            (own if rank == 1 else others)(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    except zshard.MismatchError as error:
+        said = str(error)
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("case", kParts)
+def test_other_parts_of_a_step_are_an_error_on_all(case: str, strategy: str) -> None:
+    own, other = run_ranks(parts, 2, case, strategy)
+    if kParts[case][3]:
+        assert own == other and kParts[case][3] in own
+    else:
+        assert own == other == "", "all ranks do the same"
+
+
+def leaves_gradients(rank: int, world_size: int) -> str:
+    """Drop gradients between steps on rank 0 alone; rank 1 adds to them."""
+    model = build()
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(3):
+            one_step(model, rank, step)
+            optimizer.step()
+            if rank == 0:
+                optimizer.zero_grad()
+    except zshard.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_some_ranks_add_to_are_an_error_on_all() -> None:
+    own, other = run_ranks(leaves_gradients, 2)
+    assert own == other and "which gradients a backward adds to" in own
+
+
+def scaled(rank: int, world_size: int) -> str:
+    model = build()
+    optimizer = zshard.AdamW(model.parameters())
+    scaler = zshard.GradScaler("cpu", init_scale=2.0 ** (8 + rank))
+    try:
+        for step in range(2):
+            scaler.scale(models.loss_of(model, batch(rank, step))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    except zshard.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_other_loss_scales_are_an_error_on_all() -> None:
+    own, other = run_ranks(scaled, 2)
+    assert own == other and "the scale and the settings of GradScaler" in own
+
+
+# --- a torn model --------------------------------------------------------------------------------
+
+kReads: dict[str, Callable[[nn.Module, str], object]] = {
+    "state_dict": lambda model, folder: zshard.state_dict(model),
+    "full_param": lambda model, folder: zshard.full_param(model, "inlet.bias"),
+    "full_params": lambda model, folder: zshard.full_params(model).__enter__(),
+    "save": lambda model, folder: zshard.save(f"{folder}/torn", model),
+    "export": lambda model, folder: zshard.export(f"{folder}/torn", model),
+}
+
+
+def reads_torn(rank: int, world_size: int, read: str, strategy: str, folder: str) -> str:
+    model = build(strategy=strategy)
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    one_step(model, rank, 0)
+    if rank == 0:
+        optimizer.step()
+    with pytest.raises(zshard.MismatchError) as caught:
+        kReads[read](model, folder)
+    assert not os.path.exists(f"{folder}/torn")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("read", kReads)
+def test_a_torn_model_is_not_read_or_saved(read: str, strategy: str, tmp_path: Path) -> None:
+    for said in run_ranks(reads_torn, 2, read, strategy, str(tmp_path)):
+        assert "the ranks have changed" in said and "The model is torn" in said
+
+
+def mended(rank: int, world_size: int, load: str, folder: str) -> list[str]:
+    """Tear the model, load, and train on; what was said."""
+    model = build()
+    path = f"{folder}/whole"
+    (zshard.save if load == "load" else zshard.export)(path, model)
+    one_step(model, rank, 0)
+    if rank == 0:
+        zshard.SGD(model.parameters(), lr=0.1).step()
+    said = []
+    for act in (
+        lambda: (
+            zshard.load_weights(model, path, strict=False, rename=lambda name: None)
+            if load == "part"
+            else zshard.load(path, model)
+            if load == "load"
+            else zshard.load_weights(model, path)
+        ),
+        lambda: one_step(model, rank, 1),
+        lambda: one_step(model, rank, 2),
+    ):
+        try:
+            act()
+        except zshard.MismatchError:
+            said.append("torn")
+        else:
+            said.append("ok")
+    return said
+
+
+@pytest.mark.parametrize("load", ["load", "load_weights", "part"])
+def test_a_load_of_everything_mends_a_torn_model(load: str, tmp_path: Path) -> None:
+    after = "torn" if load == "part" else "ok"
+    assert run_ranks(mended, 2, load, str(tmp_path)) == [["ok", after, "ok"]] * 2
+
+
+def renames(rank: int, world_size: int, folder: str) -> str:
+    model = build()
+    zshard.export(f"{folder}/whole", model)
+    before = zshard.full_param(model, "inlet.bias")
+
+    def rename(name: str) -> str | None:
+        return None if (rank == 1 and name == "inlet.bias") else name
+
+    with pytest.raises(zshard.MismatchError) as caught:
+        zshard.load_weights(model, f"{folder}/whole", strict=False, rename=rename)
+    assert torch.equal(before, zshard.full_param(model, "inlet.bias"))
+    return str(caught.value)
+
+
+def test_weights_that_ranks_name_differently_are_not_loaded(tmp_path: Path) -> None:
+    for said in run_ranks(renames, 2, str(tmp_path)):
+        assert "load_weights" in said and "Nothing has changed" in said

@@ -28,7 +28,7 @@ from .comm import Comm, Tag
 from .crew import Crew
 from .errors import StateError
 from .meeting import Ask, Message, refuse, refuse_but_who_left, refuse_trained, trained_names
-from .program import Key, Op, Program, Programs, Turn
+from .program import Key, Op, Program, Programs, Turn, leads_to
 from .unit import State, Unit
 
 # The agreements of all models that are wrapped over the same ranks, by number. A rank may be asked
@@ -189,13 +189,16 @@ class Agreement:
         """Have ``unit`` gathered, or on the way."""
         turn = Turn(Op.GATHER, unit.index)
         self._needed.append(turn)
-        if unit in self._ahead:
+        if unit in self._ahead and not unit.is_sharded:  # nor outdated meanwhile
             while (skipped := self._ahead.pop(0)) is not unit:
                 self._crew.release(skipped)
             return
         self._discard_ahead()
-        if self._program is not None and turn not in self._program[self._at :]:
-            self._leave_program(unit)
+        if self._program is not None:
+            # What others reduce this rank has to, too, ready or not; alone, it has time.
+            rest, peers = self._program[self._at :], self._crew.has_peers
+            if not leads_to(turn, rest, past_reductions=peers):
+                self._leave_program(unit)
         if self._program is None:
             self._meet(
                 Message(self.number, Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}"

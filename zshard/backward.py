@@ -26,13 +26,20 @@ from .meeting import Ask
 from .phase import EndOfBackward, Phase
 from .reduction import Reducer
 from .unit import State, Unit
+from .updates import Updates
 
 # Those of all models that have begun and not ended.
 _BEGUN: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
+class Forward:
+    """A forward; what its graph holds, so that this goes when the graph does."""
+
+
 class Forwards(Protocol):
     """What backward asks of the schedule."""
+
+    updates: Updates
 
     def obtain(self, unit: Unit) -> None:
         """Have the whole parameters in the modules."""
@@ -69,29 +76,38 @@ class Backward:
         self._reduces = True  # what ``sync`` was as the last backward began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: weakref.ref[EndOfBackward] | None = None
-        # What a backward goes through: the forwards since the last one, and how many backwards
-        # there were since those.
-        self._since, self._count = "", 0
+        # What a backward goes through: the forwards since the last one, each with what decides its
+        # gathers, and how many backwards there were since those.
+        self._since: list[tuple[weakref.ref[Forward], int]] = []
+        self._count = 0
+        self.forward = Forward()  # the last one
         self._alone = True  # whether no other model had its backward meanwhile
         agreement.before_meeting = self._bring_others_back
         reducer.on_strayed = agreement.expect_other_ways
         for unit in units:
             unit.on_leaf_grad = self._leaf_grad
 
+    def begin_forward(self) -> None:
+        """Note that a forward begins."""
+        self.forward = Forward()
+
     def note_forward(self, needed: str, gathered: str) -> None:
         """Note a forward that the next backward may go through, by what decides its gathers."""
         if self._count > 0:
-            self._since, self._count = "", 0
+            self._since, self._count = [], 0
         if torch.is_grad_enabled():
-            self._since = f"{zlib.crc32(f'{self._since};{needed};{gathered}'.encode())}"
+            # Without those that nobody can go through any more.
+            self._since = [each for each in self._since if each[0]() is not None]
+            about = zlib.crc32(f"{needed};{gathered}".encode())
+            self._since.append((weakref.ref(self.forward), about))
 
-    def reached(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
+    def reached(self, unit: Unit, index: int, forward: Forward, grad: torch.Tensor) -> None:
         """``grad`` has reached an output of ``unit``: its backward is about to run.
 
         Args:
-            index: of the output among the unit's.
+            index: of the output among the unit's; forward: that it came from.
         """
-        self._begin(f"{unit.index}.{index}")
+        self._begin(f"{unit.index}.{index}", forward)
         if unit is self.current and unit.state is State.GATHERED:
             return  # another output of the same call
         self.current = unit
@@ -105,11 +121,11 @@ class Backward:
         self._crew.enter("backward", unit)
         self._agreement.look_ahead()
 
-    def _begin(self, first: str) -> None:
+    def _begin(self, first: str, forward: Forward | None = None) -> None:
         """Begin a backward, if it has not begun.
 
         Args:
-            first: where it has come to first; other losses come to other outputs.
+            first: where it has come to first; other losses come to other outputs, or forwards.
         """
         if self._crew.phase is Phase.BACKWARD:
             if not self.raised:
@@ -127,7 +143,9 @@ class Backward:
         self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
         # Something may have come between, and freed what forward had left gathered.
         there = " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
-        about = f"{self._since};{self._count};{first};{there};{self._units_passed_over()}"
+        since = [(each(), about) for each, about in self._since]
+        forwards = [(each is forward, about) for each, about in since if each is not None]
+        about = f"{forwards};{self._count};{first};{there};{self._units_passed_over()}"
         if self._reduces:
             self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
             try:
@@ -152,6 +170,8 @@ class Backward:
             self._root.install()  # a checkpointed region may be of the root's own modules
         if self._reduces:
             self._reducer.start()
+            there_already = [flat.grads.present for flat in self._reducer.all_flats]
+            self._forwards.updates.note_many("which gradients a backward adds to", there_already)
         else:
             self._reducer.settle()  # where gradients are kept depends on what is there
         engine = torch.autograd.Variable._execution_engine
@@ -286,7 +306,7 @@ class Backward:
         self._crew.leave_all()
         self._crew.turn_to(Phase.IDLE)
         _BEGUN.discard(self)
-        self.current, self._since, self._count = None, "", 0
+        self.current, self._since, self._count = None, [], 0
         self._lost = False
 
     def abandon(self, strayed: bool) -> None:

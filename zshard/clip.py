@@ -22,7 +22,7 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_: keeps the factor finite wh
 
 def clip_grad_norm_(
     model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
+    max_norm: float | torch.Tensor,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
@@ -34,7 +34,7 @@ def clip_grad_norm_(
 
     Args:
         model_or_params: the wrapped model, or parameters of one wrapped model.
-        max_norm: the largest norm allowed.
+        max_norm: the largest norm allowed; infinite to have the norm alone.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
         error_if_nonfinite: raise if the norm is infinite or NaN.
 
@@ -42,13 +42,13 @@ def clip_grad_norm_(
         The norm before clipping, 0-d fp32, the same on every rank.
 
     Raises:
-        InputError: parameters of no wrapped model, or of several; a norm_type that is not positive.
+        InputError: parameters of no wrapped model, or of several; a norm_type that is not positive,
+            a max_norm that is negative or not a number.
         StateError: a norm that is not finite, on every rank, with error_if_nonfinite; the
             gradients are left as they are.
     """
     schedule, params = _resolve(model_or_params)
-    if not isinstance(max_norm, SupportsFloat):
-        raise InputError(f"max_norm={max_norm!r}: expected a number")
+    max_norm, shown = _largest(max_norm)
     try:
         norm_type = float(norm_type)
     except (TypeError, ValueError):
@@ -65,6 +65,9 @@ def clip_grad_norm_(
             f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "
             "be clipped. Skip the step, or pass error_if_nonfinite=False."
         )
+    if shown != math.inf:
+        given = (shown, norm_type, len(params))
+        schedule.updates.note("max_norm, norm_type and the number of parameters clipped", given)
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     if everything:
         reducer.scale_by(factor)
@@ -75,12 +78,28 @@ def clip_grad_norm_(
     return norm
 
 
+def _largest(max_norm: object) -> tuple[float | torch.Tensor, float | None]:
+    """``max_norm`` to compute with, and to show; None for one that the host would wait for."""
+    if isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1:
+        max_norm = max_norm.detach().reshape(())
+        if not max_norm.is_cpu:
+            return max_norm, None
+    elif isinstance(max_norm, torch.Tensor) or not isinstance(max_norm, SupportsFloat):
+        raise InputError(f"max_norm={max_norm!r}: expected a number")
+    value = float(max_norm)
+    if not value >= 0.0:
+        raise InputError(f"max_norm={value}: expected a number that is not negative")
+    return value, value
+
+
 def _resolve(
     model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
 ) -> tuple[Schedule, list[Sharded]]:
     if isinstance(model_or_params, nn.Module):
         schedule = schedule_of(model_or_params)
         return schedule, schedule.parameters()
+    if not isinstance(model_or_params, Iterable):
+        raise InputError(f"{model_or_params!r}: expected a wrapped model or its parameters")
     given = [model_or_params] if isinstance(model_or_params, torch.Tensor) else [*model_or_params]
     params = [param for param in given if isinstance(param, Sharded)]
     if len(params) != len(given) or not params:
@@ -113,7 +132,7 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
             else:
                 grad = grad.double().abs() * pending
                 powers.append(grad.max() if math.isinf(p) else grad.pow(p).sum())
-    total = torch.zeros(1, dtype=torch.float64, device=params[0].device)
+    total = torch.zeros(1, dtype=torch.float64, device=schedule.device)
     if powers:
         stacked = torch.stack(powers).double()
         total[0] = stacked.max() if math.isinf(p) else stacked.sum()

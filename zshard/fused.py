@@ -21,6 +21,7 @@ from .flat import Flat
 from .leaf import LiveLeaf
 from .param import Sharded
 from .schedule import LIVE, Schedule
+from .updates import note_step
 
 Saved = Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]  # parameters and their states
 ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
@@ -70,9 +71,11 @@ class FusedOptimizer(Optimizer):
         for kind in self._batches:
             if kind.schedule is not None:
                 kind.schedule.backward.require_gradients()
+        settings = [self._hyper(group) for group in self.param_groups]
+        note_step(type(self).__name__, self.param_groups, settings)
         active = [[has_grad(row.param) for row in batch.rows] for batch in self._batches.values()]
         for (kind, batch), rows in zip(self._batches.items(), active, strict=True):
-            self._update(kind, batch, rows)
+            self._update(kind, batch, rows, settings)
         for schedule in dict.fromkeys(kind.schedule for kind in self._batches):
             if schedule is not None:
                 schedule.renew()
@@ -103,15 +106,12 @@ class FusedOptimizer(Optimizer):
                 "optimizer was given a copy's. Give it those of the wrapped model."
             )
 
-    def _update(self, kind: Kind, batch: Batch, active: list[bool]) -> None:
+    def _update(self, kind: Kind, batch: Batch, active: list[bool], hypers: list[Hyper]) -> None:
         if not any(active):
             return
         schedule = kind.schedule
         grad_scale = None if schedule is None else schedule.reducer.grad_scale
         with nullcontext() if schedule is None else schedule.crew.doing("step", schedule.root):
-            hypers = [self._hyper(group) for group in self.param_groups]
-            if schedule is not None:
-                schedule.updates.note(f"the settings of {type(self).__name__}'s groups", hypers)
             batch.refresh(hypers, active)
             batch.before_write()
             self._launch(batch, None if all(active) else batch.active, grad_scale)

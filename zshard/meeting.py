@@ -71,7 +71,7 @@ def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequenc
     """
     if len({message.model for message in messages}) > 1:
         label = f"{label}, of wrapped model {mine.model}"
-    of_a_step = all(message.ask in _OF_A_STEP for message in messages)
+    of_a_step = all(message.ask in _OF_A_STEP for message in messages if not message.left)
     if not (mine.left and of_a_step) or all(message.left for message in messages):
         refuse(comm, label)
     tell(comm, f"{label}, after one that raised an exception")

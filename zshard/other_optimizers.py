@@ -16,8 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .errors import OptimizerError
 from .fused import FusedOptimizer
 from .param import Sharded
+from .updates import note_step
 
-_COMPARED = ("lr", "betas", "momentum", "eps", "weight_decay")
+# What of a group says how a step is computed, and not which step.
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 @functools.cache
@@ -34,17 +36,15 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """
     if isinstance(optimizer, FusedOptimizer):
         return
-    settings: list[tuple[object, ...]] = []
-    schedules = {}
+    settings: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         sharded = [param for param in group["params"] if isinstance(param, Sharded)]
-        if sharded:
-            settings.append(tuple(map(_number, map(group.get, _COMPARED))))
         for param in sharded:
-            schedules[id(param.flat.schedule)] = param.flat.schedule
             _refuse_whole_states(param, optimizer.state.get(param, {}))
-    for schedule in schedules.values():
-        schedule.updates.note(f"{', '.join(_COMPARED)} of {type(optimizer).__name__}", settings)
+        if sharded:
+            numbers = {k: _number(group[k]) for k in sorted(group.keys() - _HOW)}
+            settings.append({k: value for k, value in numbers.items() if value is not None})
+    note_step(type(optimizer).__name__, optimizer.param_groups, settings)
 
 
 def _refuse_whole_states(param: Sharded, states: Mapping[str, object]) -> None:
@@ -62,4 +62,5 @@ def _number(value: object) -> object:
     """A setting as it is compared; what is on a GPU is not waited for."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.is_cpu and value.numel() == 1 else None
-    return value if isinstance(value, (int, float, tuple, list)) else None
+    numbers = value if isinstance(value, (tuple, list)) else [value]
+    return value if all(isinstance(each, (int, float)) for each in numbers) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 
@@ -105,6 +106,12 @@ def _merge(sequences: Iterable[Sequence[Turn]]) -> list[Turn]:
                 out += other[c:d]
         merged = out
     return merged
+
+
+def leads_to(turn: Turn, rest: Program, *, past_reductions: bool) -> bool:
+    """Whether ``turn`` comes in ``rest``, and before any reduction unless ``past_reductions``."""
+    passed = takewhile(lambda other: other != turn, rest)
+    return turn in rest and (past_reductions or all(other.op is Op.GATHER for other in passed))
 
 
 def _contains(sequence: Sequence[Turn], part: Sequence[Turn]) -> bool:

@@ -81,6 +81,10 @@ class GradScaler(torch.amp.GradScaler):
         for verdict in seen.values():
             found = torch.maximum(found, verdict.to(found.device))
         for schedule, device, present, known in parts:
+            # A scale on a GPU, which the host would wait for, is what these have made of it.
+            rule = (self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
+            scale = float(inv_scale) if inv_scale.is_cpu else self._init_scale
+            schedule.updates.note("the scale and the settings of GradScaler", (scale, *rule))
             factor = inv_scale.to(device)
             if known is None:
                 verdict = _check_and_multiply(present, factor)

@@ -36,7 +36,7 @@ from .precision import Precision
 from .reduction import Reducer
 from .structure import Structure, cast_floating
 from .unit import State, Unit
-from .updates import Tally, Updates
+from .updates import Updates
 
 LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
 
@@ -70,7 +70,7 @@ class Schedule:
         self.unusable = ""
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self._order: list[Unit] = []  # units as the last forward called them
-        self._kept: Unit | None = None  # the unit that may turn out to be the last of forward
+        self._kept: Unit | None = None  # that may turn out to be the last of forward
         self.updates = Updates(units, comm)
         self.methods = Methods(self)
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
@@ -130,9 +130,10 @@ class Schedule:
         return None
 
     def _begin_forward(self) -> None:
-        word = 2 * self.updates.tally().as_word() + self.buffers.ask()
+        word = 2 * self.updates.word() + self.buffers.ask()
         words = self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward", word=word)
-        self.updates.check([Tally.of_word(word >> 1) for word in words])
+        self.updates.check([word >> 1 for word in words])
+        self.backward.begin_forward()
         if any(word & 1 for word in words):
             self.buffers.broadcast()
 
@@ -185,6 +186,7 @@ class Schedule:
         alone = self._is_called_alone(unit)
         if alone:
             self.agreement.begin(Ask.CALL, unit.label, f"a forward of {unit.label} alone")
+            self.backward.begin_forward()
         self.obtain(unit)
         self.crew.enter("forward", unit)
         if alone:
@@ -231,7 +233,7 @@ class Schedule:
         """Have backward announce itself when it reaches ``output``; whether it can."""
         own = unit.passage.leave(output)
         for index, tensor in enumerate(own):
-            reached = partial(self.backward.reached, unit, index)
+            reached = partial(self.backward.reached, unit, index, self.backward.forward)
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         return bool(own)
 
@@ -257,10 +259,7 @@ class Schedule:
         unit.in_use = True
 
     def renew(self) -> None:
-        """After a step: start gathering the updated shards of units that stay whole.
-
-        In the order of the forward that they hide under; each unit waits for its own.
-        """
+        """Start gathering updated shards of units that stay whole, in the next forward's order."""
         in_order = dict.fromkeys((self.root, *self._order, *self.units))
         due = [u for u in in_order if u.strategy.resident and (u.outdated or u.is_sharded)]
         if not due:
@@ -326,13 +325,13 @@ class Schedule:
             raise StateError(f"{what} is refused: {self.unusable}")
 
     def begin_call(self, what: str, *, unusable_ok: bool = False) -> None:
-        """Make sure that all ranks are about to make the same collective call.
+        """Make sure that all ranks make the same collective call, after the same changes.
 
         Args:
             unusable_ok: the call is one that brings valid values.
 
         Raises:
-            MismatchError: on every rank, if they are not.
+            MismatchError: on every rank, if they do not.
             StateError: inside a forward or backward; if the parameters hold no valid values.
         """
         if not unusable_ok:
@@ -345,4 +344,7 @@ class Schedule:
                 "middle of which it would communicate. If an exception has left it there, call "
                 "zshard.reset(model) first."
             )
-        self.agreement.begin(Ask.CALL, what, what, gathers=False)
+        word = self.updates.word()
+        words = self.agreement.begin(Ask.CALL, what, what, gathers=False, word=word)
+        if not unusable_ok:
+            self.updates.check(words)

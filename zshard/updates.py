@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from .agree import digest
 from .comm import Comm, Tag
+from .digest import digest
 from .errors import MismatchError
 from .flat import Flat
+from .param import Sharded
 from .unit import Unit
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
 
 _BITS = 30  # of a checksum
 _MEND = (
@@ -52,7 +56,7 @@ _NOTHING = Tally(0, 0)
 
 
 class Updates:
-    """Tallies the changes of the masters of ``units`` from forward to forward."""
+    """Tallies the changes of the masters of ``units`` from one meeting of the ranks to the next."""
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._flats = [flat for unit in units for flat in unit.flats]
@@ -75,22 +79,34 @@ class Updates:
             self._noted[what] = value
             self._checksum += zlib.crc32(f"{what}: {value}".encode())
 
+    def note_many(self, what: str, values: object) -> None:
+        """As ``note``, of too much for errors to show."""
+        if self._comm.world > 1:
+            self.note(f"{what} (by checksum)", f"{zlib.crc32(repr(values).encode()):08x}")
+
     def _note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         if self._comm.world > 1:
-            seen = digest(whole.detach().to(flat.dtypes.master))
+            seen = digest(whole.to(flat.dtypes.master))
             self.note(f"the values of {flat.names[index]} (by checksum)", seen)
 
     def _now(self) -> Tally:
         changes = sum(flat.updates for flat in self._flats)
         return Tally(changes, self._checksum % (1 << _BITS))
 
-    def tally(self) -> Tally:
-        """What was changed since ``check`` was called last."""
-        return self._now().since(self._agreed)
+    def word(self) -> int:
+        """What was changed since ``check`` was called last, for the others."""
+        return self._now().since(self._agreed).as_word()
+
+    def begin_anew(self) -> None:
+        """Have what was changed so far be of no account: all values were replaced alike."""
+        self._before, self._agreed = self._agreed, self._now()
+        self._checks += 1
+        self._noted.clear()
 
     def tallies(self) -> tuple[int, Tally, Tally]:
         """How often ``check`` was called; what came since the last time, and the one before."""
-        return self._checks, self.tally(), self._now().since(self._before)
+        now = self._now()
+        return self._checks, now.since(self._agreed), now.since(self._before)
 
     def catch_up(self, everyone: Sequence[tuple[int, Tally, Tally]]) -> None:
         """As ``check``, where ranks may have come to the last one or not: from the one before.
@@ -101,36 +117,61 @@ class Updates:
         first = min(checks for checks, _, _ in everyone)
         self._checks = first
         self._noted.clear()  # the ranks' are of different times
-        self.check([last if checks == first else both for checks, last, both in everyone])
+        tallies = [last if checks == first else both for checks, last, both in everyone]
+        self.check([tally.as_word() for tally in tallies])
 
-    def check(self, everyone: Sequence[Tally]) -> None:
+    def check(self, words: Sequence[int]) -> None:
         """Compare the ranks' tallies, and begin anew. All ranks come here.
+
+        Args:
+            words: the ranks' ``word``.
 
         Raises:
             MismatchError: on every rank, if they differ.
         """
-        self._before, self._agreed = self._agreed, self._now()
-        self._checks += 1
-        noted, self._noted = self._noted, {}
+        everyone, noted = [Tally.of_word(word) for word in words], dict(self._noted)
+        self.begin_anew()
+        if len(set(everyone)) == 1:
+            return
+        told = self._comm.all_gather_object(noted, Tag(0, "agree", "a change of parameters"))
+        found = _first_difference(cast("list[dict[str, object]]", told))
         if len({tally.changes for tally in everyone}) > 1:
             raise MismatchError(
-                f"since the last forward the ranks have changed {[t.changes for t in everyone]} "
+                f"since they last met the ranks have changed {[t.changes for t in everyone]} "
                 "flat buffers: the optimizer's step, or another change of parameters, was left out "
-                f"on some. {_MEND}"
+                f"on some{f' ({found})' if found else ''}. {_MEND}"
             )
-        if len(set(everyone)) > 1:
-            told = self._comm.all_gather_object(noted, Tag(0, "agree", "a change of parameters"))
-            raise MismatchError(
-                "since the last forward the ranks have changed the parameters differently: "
-                f"{_first_difference(cast('list[dict[str, object]]', told))}. {_MEND}"
-            )
+        raise MismatchError(
+            "since they last met the ranks have changed the parameters differently: "
+            f"{found or 'by a value that has been replaced since'}. {_MEND}"
+        )
+
+
+def note_step(name: str, groups: Sequence[Mapping[str, Any]], settings: object) -> None:
+    """Note, of each wrapped model, what a step of an optimizer is about to do with it.
+
+    Args:
+        name: the optimizer's; groups: its param_groups; settings: their numbers.
+    """
+    members: dict[Schedule, list[tuple[int, str]]] = {}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if isinstance(param, Sharded) and param.flat.schedule.comm.world > 1:
+                members.setdefault(param.flat.schedule, []).append((index, param.fqn))
+    for schedule, names in members.items():
+        if schedule.reducer.has_gradients:
+            present = [flat.grads.present for flat in schedule.reducer.all_flats]
+            note, note_many = schedule.updates.note, schedule.updates.note_many
+            note(f"the settings of {name}'s groups", settings)
+            note_many(f"which parameters are in {name}'s groups", names)
+            note_many(f"which parameters have gradients in {name}'s step", present)
 
 
 def _first_difference(noted: Sequence[dict[str, object]]) -> str:
-    """Which of the values that the ranks have noted differs, rank by rank."""
+    """Which of the values that the ranks have noted differs, rank by rank; or ""."""
     for what in dict.fromkeys(what for each in noted for what in each):
         values = [each.get(what) for each in noted]
         if len(set(map(str, values))) > 1:
             shown = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             return f"{what}: {shown}"
-    return "a value that has been replaced since"
+    return ""

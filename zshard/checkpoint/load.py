@@ -162,6 +162,8 @@ def _load(
             set_random_state(generators, schedule.device)
 
     change(schedule, peers, take, optimizer)
+    if strict:
+        schedule.updates.begin_anew()
     return Loaded(saved.extra, match.missing, match.unexpected)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from math import prod
+from operator import itemgetter
 
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, InputError
+from ..errors import CheckpointError, InputError, MismatchError
 from ..wrap import schedule_of
 from . import catalogue, files
 from .held import Source
@@ -59,7 +61,7 @@ def load_weights(
     peers = Peers(schedule.comm, f"load_weights({label})")
     work: list[tuple[str, Match]] = []
 
-    def compare() -> None:
+    def compare() -> str:
         if rename is not None and not callable(rename):
             raise InputError(f"rename={rename!r}: expected a function of a tensor's name")
         folder, stored = _find_weights(catalogue.absolute(path, resolve=False))
@@ -73,10 +75,18 @@ def load_weights(
         match = match_model(named, {}, {}, inventory_of(schedule), cast=True)
         match.refuse(label, strict=strict, has_values=not schedule.unusable)
         work.append((folder, match))
+        seen = f"{strict}, {sorted(named.items(), key=itemgetter(0))}"
+        return hashlib.sha256(seen.encode()).hexdigest()
 
-    peers.together(compare)
+    if len(set(peers.together(compare))) > 1:
+        raise MismatchError(
+            f"load_weights({label}): the ranks were given other arguments, or found other tensors "
+            "there. Nothing has changed; pass the same on every rank."
+        )
     folder, match = work[0]
     change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
+    if strict:
+        schedule.updates.begin_anew()
     return Loaded(None, match.missing, match.unexpected)
 
 
