@@ -192,16 +192,27 @@ inline bool share_memory(const void* a, int64_t a_bytes, const void* b, int64_t 
     return a_bytes > 0 && b_bytes > 0 && p < q + b_bytes && q < p + a_bytes;
 }
 
-// Refuses tensors of a list that is read of which one lies where `other` is written; all are flat.
-inline void refuse_shared(const Checks& check, const char* name, const Tensors& list,
-                          const char* other_name, const Tensor& other) {
+// Whether two flat tensors have an element's memory in common.
+inline bool share_memory(const Tensor& a, const Tensor& b) {
     const auto bytes = [](const Tensor& t) {
         return t.numel() * static_cast<int64_t>(t.element_size());
     };
+    return share_memory(a.data_ptr(), bytes(a), b.data_ptr(), bytes(b));
+}
+
+// Refuses a tensor that lies where `other` is written; both are flat.
+inline void refuse_shared(const Checks& check, const char* name, const Tensor& t,
+                          const char* other_name, const Tensor& other) {
+    check.require(!share_memory(t, other), name, " and ", other_name,
+                  " share memory: pass a copy of one");
+}
+
+// Refuses tensors of a list that is read of which one lies where `other` is written; all are flat.
+inline void refuse_shared(const Checks& check, const char* name, const Tensors& list,
+                          const char* other_name, const Tensor& other) {
     for (size_t i = 0; i < list.size(); ++i)
-        check.require(
-            !share_memory(list[i].data_ptr(), bytes(list[i]), other.data_ptr(), bytes(other)), name,
-            "[", i, "] and ", other_name, " share memory: pass a copy of one");
+        check.require(!share_memory(list[i], other), name, "[", i, "] and ", other_name,
+                      " share memory: pass a copy of one");
 }
 
 // Where a tensor's elements lie, with the dimensions of size 1 dropped and those that are dense

@@ -125,6 +125,8 @@ void cast_(const Tensor& out, const Tensor& src) {
                                 .peers = {}},
                         .numel = out.numel()};
     require_castable(check, "out", out, args.out_dtype, "src", src, args.src.dtype);
+    if (args.src.base == args.out && args.src.dtype == args.out_dtype) return;  // it is there
+    refuse_shared(check, "src", src, "out", out);
     launch<cpu::cast, cuda::cast>(check, out, args);
 }
 
@@ -163,6 +165,9 @@ MasterArgs master_args(const Checks& check, const char* full_name, const Tensor&
         check.type(name, *t, type);
         check.numel(name, *t, full.numel());
     }
+    refuse_shared(check, "hi", hi, full_name, full);
+    refuse_shared(check, "lo", lo, full_name, full);
+    refuse_shared(check, "hi", hi, "lo", lo);
     return {.full = static_cast<float*>(full.data_ptr()),
             .hi = static_cast<Bf16*>(hi.data_ptr()),
             .lo = static_cast<int16_t*>(lo.data_ptr()),

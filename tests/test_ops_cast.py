@@ -7,7 +7,7 @@ import torch
 from ops_check import F, assert_same, check, devices, odd, refuses
 from torch import Tensor
 
-from zshard import ops
+from zshard import InputError, ops
 
 
 def patterns() -> Tensor:
@@ -95,3 +95,22 @@ def test_errors_give_values_and_remedy() -> None:
     refuses("split_master_", half, half, x, match=["lo is bfloat16", "must be int16"])
     refuses("split_master_", half[:3], lo, x, match=["hi has 3 elements", "must have 6"])
     refuses("join_master_", half, half, lo, match=["out is bfloat16", "must be float32"])
+
+
+@devices
+def test_tensors_that_share_memory_are_refused(device: str) -> None:
+    wide = torch.randn(64, device=device)
+    narrow, lo = wide.view(torch.bfloat16), torch.empty(64, dtype=torch.int16, device=device)
+    with pytest.raises(InputError, match="src and out share memory"):
+        ops.cast_(wide, narrow[64:])
+    with pytest.raises(InputError, match="src and out share memory"):
+        ops.cast_(wide[1:], wide[:-1])
+    with pytest.raises(InputError, match="hi and src share memory"):
+        ops.split_master_(narrow[:64], lo, wide)
+    with pytest.raises(InputError, match="lo and out share memory"):
+        ops.join_master_(wide, torch.empty_like(narrow[:64]), wide.view(torch.int16)[64:])
+    with pytest.raises(InputError, match="hi and lo share memory"):
+        ops.split_master_(lo.view(torch.bfloat16), lo, wide)
+    before = wide.clone()
+    ops.cast_(wide, wide)  # it is there already
+    assert torch.equal(wide, before)

@@ -47,7 +47,7 @@ class Forwards(Protocol):
     def require_values(self, what: str) -> None:
         """Raise StateError if the parameters hold no valid values."""
 
-    def reset(self) -> None:
+    def reset(self, strayed: bool = False) -> None:
         """Bring the model back to the sharded state."""
 
 
@@ -194,14 +194,17 @@ class Backward:
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin(f"{unit.index}")
         if self._reduces and self._agreement.has_reduced(unit):
+            self._forwards.reset(strayed=True)
             raise StateError(
                 f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
-                "had been reduced. It is used in several reentrant checkpoints; pass "
-                "use_reentrant=False to torch.utils.checkpoint."
+                "had been reduced. If it is used in several reentrant checkpoints, pass "
+                "use_reentrant=False to torch.utils.checkpoint. If backward has taken another way "
+                "than before, repeat the step."
             )
         # The root's reduction is the last in any case, and nothing would hide it.
         if unit is self._root or not unit.all_fired:
             return
+        unit.fired.clear()  # in another reentrant checkpoint they come once more
         self._crew.end_backward(unit)
         if unit.may_free_early:
             self._crew.release(unit)

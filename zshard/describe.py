@@ -47,7 +47,9 @@ def describe(model: nn.Module) -> str:
         f"{type(model).__name__}: {total:,} parameters in {len(schedule.units)} units, sharded "
         f"over {over} on {schedule.device}; this is rank {comm.place} of {comm.world}"
     )
-    table = tabulate(rows, _HEADS, tablefmt="plain", intfmt=",", disable_numparse=[0, 1])
+    table = tabulate(
+        rows, _HEADS, tablefmt="plain", intfmt=",", disable_numparse=[0, 1] if rows else False
+    )
     return f"{head}\n{table}"
 
 

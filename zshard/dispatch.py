@@ -30,6 +30,7 @@ _ELEMENTWISE = frozenset(
     "aten::" + name
     for name in (
         *("_to_copy", "alias", "clone", "copy_", "detach", "detach_", "fill_", "lerp_", "zero_"),
+        "masked_fill_",
         *("empty_like", "full_like", "ones_like", "zeros_like"),
         *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     )
@@ -206,8 +207,8 @@ def _refuse_different_layouts(
             if not same and other.extent() != first.extent():
                 raise ShardedAccessError(
                     f"{op.name} of {first.fqn!r} and {other.fqn!r}: this rank holds "
-                    "different parts of the two. Work on whole parameters inside "
-                    "zshard.full_params(model)."
+                    "different parts of the two. Wrap their modules apart, in which units are cut "
+                    "alike, or work on whole parameters inside zshard.full_params(model)."
                 )
 
 

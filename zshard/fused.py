@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from .batches import Batch, Hyper, Kind, batches_of, has_grad
+from .copies import refuse_a_copys
 from .errors import OptimizerError
 from .flat import Flat
 from .leaf import LiveLeaf
@@ -45,6 +46,10 @@ class FusedOptimizer(Optimizer):
         """A group's row in the op's table."""
 
     @abstractmethod
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Raise InputError if a group has settings out of range."""
+
+    @abstractmethod
     def _torch_settings(self) -> dict[str, Any]:
         """What torch.optim's groups say of the rule, and is the same for all of these."""
 
@@ -67,7 +72,7 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.lay_out()
-        self._refuse_other_models()
+        refuse_a_copys([p for group in self.param_groups for p in group["params"]])
         for kind in self._batches:
             if kind.schedule is not None:
                 kind.schedule.backward.require_gradients()
@@ -86,24 +91,16 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             OptimizerError: for whole parameters of a wrapped model.
+            InputError: for settings out of range.
         """
+        if isinstance(param_group, dict):
+            self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if any(type(param) is LiveLeaf for param in self.param_groups[-1]["params"]):
             raise OptimizerError(
                 "the optimizer was given whole parameters, which modules hold while their unit "
                 "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
                 "first."
-            )
-
-    def _refuse_other_models(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        if any(isinstance(p, Sharded) or p.grad is not None for p in params):
-            return
-        if model := _wrapped_like(params):
-            raise OptimizerError(
-                f"none of this optimizer's {len(params)} parameters is sharded or has a gradient, "
-                f"while a wrapped {model} with parameters of the same shapes has gradients: the "
-                "optimizer was given a copy's. Give it those of the wrapped model."
             )
 
     def _update(self, kind: Kind, batch: Batch, active: list[bool], hypers: list[Hyper]) -> None:
@@ -335,14 +332,3 @@ def _is_trained(param: torch.Tensor) -> bool:
 def _address(param: torch.Tensor) -> int:
     """Where a plain parameter lies, which assigning ``.data`` changes; a sharded one stays."""
     return 0 if isinstance(param, Sharded) else param.data_ptr()
-
-
-def _wrapped_like(params: list[torch.Tensor]) -> str | None:
-    """The class of a wrapped model that has gradients, and parameters of the shapes of these."""
-    shapes = sorted(tuple(p.shape) for p in params)
-    for schedule in LIVE:
-        if sorted(tuple(p.shape) for p in schedule.parameters()) == shapes:
-            schedule.reducer.settle()
-            if any(any(flat.grads.present) for flat in schedule.reducer.flats):
-                return type(schedule.model).__name__
-    return None

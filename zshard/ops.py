@@ -111,7 +111,7 @@ def cast_(
 
     Raises:
         InputError: numels or devices that differ, a tensor that is not flat, float64 with a 16-bit
-        dtype.
+            dtype, tensors that share memory (but for one and the same, which is left as it is).
     """
     _call(_ops.cast_.default, out, src)
 
@@ -145,7 +145,7 @@ def split_master_(
     look like another value there.
 
     Raises:
-        InputError: numels, dtypes or devices that do not match.
+        InputError: numels, dtypes or devices that do not match, tensors that share memory.
     """
     _call(_ops.split_master_.default, hi, lo, src)
 
@@ -158,7 +158,7 @@ def join_master_(
     """Join the planes of split_master_ to the fp32 values they came from, bit for bit.
 
     Raises:
-        InputError: numels, dtypes or devices that do not match.
+        InputError: numels, dtypes or devices that do not match, tensors that share memory.
     """
     _call(_ops.join_master_.default, out, hi, lo)
 

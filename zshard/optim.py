@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,19 @@ from . import ops
 from .batches import Batch, Hyper
 from .errors import InputError
 from .fused import FusedOptimizer, ParamGroups
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{name}={value!r}: expected a number") from None
+
+
+def _not_negative(group: Mapping[str, Any], *names: str) -> None:
+    if not all(_number(name, group[name]) >= 0 for name in names):
+        given = ", ".join(f"{name}={group[name]}" for name in names)
+        raise InputError(f"{given}: none may be negative")
 
 
 class _FusedAdam(FusedOptimizer):
@@ -26,18 +40,20 @@ class _FusedAdam(FusedOptimizer):
         weight_decay: float,
         amsgrad: bool,
     ) -> None:
-        if not lr >= 0 or not eps >= 0 or not weight_decay >= 0:
-            raise InputError(
-                f"lr={lr}, eps={eps}, weight_decay={weight_decay}: none may be negative"
-            )
-        if not all(0 <= beta < 1 for beta in betas):
-            raise InputError(f"betas={betas}: both must lie in [0, 1)")
         if amsgrad:
             raise InputError(
                 "amsgrad=True is not available in zshard's optimizers; torch.optim's AdamW has it "
                 "and works on wrapped models"
             )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        _not_negative(group, "lr", "eps", "weight_decay")
+        betas = group["betas"]
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise InputError(f"betas={betas!r}: expected two numbers")
+        if not all(0 <= _number("betas", beta) < 1 for beta in betas):
+            raise InputError(f"betas={betas}: both must lie in [0, 1)")
 
     def _state_names(self) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
@@ -147,18 +163,18 @@ class SGD(FusedOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0:
-            raise InputError(
-                f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}: none may be negative"
-            )
-        if nesterov and (momentum <= 0 or dampening != 0):
+        defaults = dict(lr=lr, momentum=momentum, dampening=dampening)
+        defaults |= dict(weight_decay=weight_decay, nesterov=nesterov, maximize=maximize)
+        super().__init__(params, defaults)
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        _not_negative(group, "lr", "momentum", "weight_decay")
+        momentum, dampening = group["momentum"], _number("dampening", group["dampening"])
+        if group["nesterov"] and (momentum <= 0 or dampening != 0):
             raise InputError(
                 f"nesterov=True with momentum={momentum} and dampening={dampening}: it takes a "
                 "momentum and no dampening"
             )
-        defaults = dict(lr=lr, momentum=momentum, dampening=dampening)
-        defaults |= dict(weight_decay=weight_decay, nesterov=nesterov, maximize=maximize)
-        super().__init__(params, defaults)
 
     def _state_names(self) -> tuple[str, ...]:
         has_momentum = any(group["momentum"] != 0 for group in self.param_groups)

@@ -206,6 +206,11 @@ def check_kinds(specs: Sequence[UnitSpec]) -> None:
                     f"{owned.name} is a {type(param).__name__}, not a plain Parameter. Is part of "
                     "the model wrapped already? Wrap a model once, at its root."
                 )
+            if param.layout is not torch.strided:
+                raise WrapError(
+                    f"{owned.name} is sparse ({param.layout}), and a shard is a run of elements. "
+                    "Name it in ignored=[...] to leave it whole."
+                )
             if param.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
                 raise WrapError(
                     f"{owned.name} has dtype {param.dtype}; zshard shards float32, bfloat16, "

@@ -167,6 +167,8 @@ def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
             for index, names in enumerate(flat.all_names):
                 if name in names:
                     return flat, index
+    if name in dict(schedule.model.named_parameters(remove_duplicate=False)):
+        raise InputError(f"{name!r} is not sharded (ignored=): every rank has it, read it there")
     raise InputError(f"the wrapped model has no parameter {name!r}")
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from . import agree, other_optimizers
 from .comm import Comm
@@ -218,6 +219,9 @@ def _check_arguments(
         raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
     if hasattr(model, _SCHEDULE):
         raise WrapError("this model is wrapped already; wrap a model once")
+    if isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
+        kind = type(model).__name__
+        raise WrapError(f"zshard.wrap takes the plain module that this {kind} was made of")
     if not isinstance(precision, Precision):
         raise InputError(f"precision={precision!r}: expected a zshard.Precision, or None")
     if comm not in get_args(Transport):
@@ -234,9 +238,12 @@ def _check_arguments(
 
 def _type_of(device: torch.device | str) -> str:
     try:
-        return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r}: {error}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device={str(device)!r}: torch finds no GPU here")
+    return kind
 
 
 def _device_of(model: object) -> torch.device | None:
@@ -259,14 +266,15 @@ def _ignored_parameters(
     for item in ignored:
         if isinstance(item, nn.Parameter) and id(item) in own:
             found.append(item)
-        elif isinstance(item, nn.Module):
+        elif isinstance(item, nn.Module) and any(item is each for each in modules.values()):
             found += item.parameters()
         elif isinstance(item, str) and item in named:
             found.append(named[item])
         elif isinstance(item, str) and item in modules:
             found += modules[item].parameters()
         else:
-            raise InputError(f"ignored: the model has no parameter or module {item!r}")
+            shown = type(item).__name__ if isinstance(item, nn.Module) else repr(item)
+            raise InputError(f"ignored: the model has no parameter or module {shown}")
     return found
 
 

@@ -1,0 +1,125 @@
+"""Arguments of the wrong kind, or out of range: an error of zshard's that shows the value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from steps import build, one_step
+from torch import nn
+
+import zshard
+
+
+class Buffers(nn.Module):
+    """A model without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.eye(3).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: torch.jit.script(nn.Linear(2, 2)), {}, "the plain module that this Recursive"),
+        (Sparse, {}, "table is sparse"),
+        (lambda: nn.Linear(2, 2), {"device": 2**70}, "device=1180591620717411303424"),
+        (lambda: nn.Linear(2, 2), {"ignored": [nn.Linear(2, 2)]}, "no parameter or module Linear"),
+    ],
+)
+def test_wrap_names_what_it_does_not_take(
+    make: Callable[[], nn.Module], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(zshard.Error, match=message):
+        zshard.wrap(make(), **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_wrap_onto_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(zshard.InputError, match="device='cuda': torch finds no GPU here"):
+        zshard.wrap(nn.Linear(2, 2), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (zshard.AdamW, {"lr": "x"}, "lr='x': expected a number"),
+        (zshard.AdamW, {"lr": None}, "lr=None: expected a number"),
+        (zshard.AdamW, {"lr": -1.0}, "none may be negative"),
+        (zshard.AdamW, {"eps": "x"}, "eps='x': expected a number"),
+        (zshard.AdamW, {"betas": 0.9}, "betas=0.9: expected two numbers"),
+        (zshard.AdamW, {"betas": (0.9,)}, r"betas=\(0.9,\): expected two numbers"),
+        (zshard.AdamW, {"betas": (0.9, 0.9, 0.9)}, "expected two numbers"),
+        (zshard.Adam, {"betas": ("x", 0.9)}, "betas='x': expected a number"),
+        (zshard.Adam, {"betas": (0.9, 1.0)}, r"both must lie in \[0, 1\)"),
+        (zshard.SGD, {"lr": float("nan")}, "none may be negative"),
+        (zshard.SGD, {"dampening": "x"}, "dampening='x': expected a number"),
+        (zshard.SGD, {"nesterov": True}, "it takes a momentum and no dampening"),
+    ],
+)
+def test_settings_of_an_optimizer_are_looked_at_when_it_and_its_groups_are_made(
+    kind: type[torch.optim.Optimizer], settings: dict[str, object], message: str
+) -> None:
+    model = build()
+    first, *others = model.parameters()
+    with pytest.raises(zshard.InputError, match=message):
+        kind(model.parameters(), **{"lr": 0.1, **settings})
+    optimizer = kind([first], lr=0.1)
+    with pytest.raises(zshard.InputError, match=message):
+        optimizer.add_param_group({"params": others, **settings})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "max_norm", [-1.0, float("nan"), "x", None, torch.ones(2), torch.tensor(-1.0)]
+)
+def test_a_norm_that_nothing_can_be_clipped_to_changes_nothing(max_norm: object) -> None:
+    model = build()
+    one_step(model, 0, 0)
+    before = zshard.full_grad(model, "inlet.weight")
+    with pytest.raises(zshard.InputError, match="max_norm="):
+        zshard.clip_grad_norm_(model, max_norm)
+    norm = zshard.clip_grad_norm_(model, torch.tensor([float("inf")]))
+    assert norm.shape == () and norm > 0
+    assert torch.equal(zshard.full_grad(model, "inlet.weight"), before)
+
+
+def test_what_is_no_model_cannot_be_clipped() -> None:
+    with pytest.raises(zshard.InputError, match="expected a wrapped model or its parameters"):
+        zshard.clip_grad_norm_(None, 1.0)
+
+
+def test_a_model_without_parameters_is_described_and_clipped() -> None:
+    model = zshard.wrap(Buffers())
+    assert "Buffers: 0 parameters" in zshard.describe(model)
+    for norm_type in (1.0, 2.0, float("inf")):
+        assert zshard.clip_grad_norm_(model, 1.0, norm_type) == 0.0
+
+
+def test_a_parameter_that_is_ignored_is_said_to_be_whole() -> None:
+    model = zshard.wrap(nn.Linear(2, 2), ignored=["bias"])
+    for read in (zshard.full_param, zshard.full_grad):
+        with pytest.raises(zshard.InputError, match=r"'bias' is not sharded \(ignored=\)"):
+            read(model, "bias")
+
+
+def test_a_module_is_no_method() -> None:
+    model = build()
+    with pytest.raises(zshard.InputError, match="has no method 'inlet'"):
+        zshard.method(model, "inlet")
+
+
+def test_a_mask_may_be_written_through() -> None:
+    model = build()
+    name, param = next((n, p) for n, p in model.named_parameters() if p.ndim == 2)
+    with torch.no_grad():
+        param.masked_fill_(param > 0, 0.0)
+    assert (zshard.full_param(model, name) <= 0).all()
