@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import models
 import pytest
 import torch
+from models import Block
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -177,3 +180,84 @@ def test_units_with_frozen_weights_are_recomputed_together() -> None:
     """torch compares what it saves then, frozen weights themselves, whose units are sharded."""
     for right in run_ranks(partly_frozen, 2):
         assert all(right)
+
+
+# --- several times in one backward, or in another order ------------------------------------------
+
+
+class Reentrant(nn.Module):
+    """Blocks in reentrant checkpoints, which autograd runs one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(3, 7)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x.square().mean()
+
+
+def twice(rank: int, world_size: int, wrapped: bool) -> dict[str, Tensor]:
+    """Go through two forwards in one backward, in no_sync; then through one more."""
+    torch.manual_seed(0)
+    model: nn.Module = Reentrant()
+    names = [name for name, _ in model.named_parameters()]
+    if wrapped:
+        model = zshard.wrap(model)
+    x = torch.randn(2, 3)
+    with zshard.no_sync(model) if wrapped else nullcontext():
+        (model(x) + model(-x)).backward()
+    model(x + 1).backward()
+    if wrapped:
+        return {name: zshard.full_grad(model, name) for name in names}
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_in_two_reentrant_checkpoints_of_one_backward(size: int) -> None:
+    plain = twice(0, 1, False)
+    for grads in run_ranks(twice, size, True):
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, plain[name])
+
+
+class Ordered(nn.Module):
+    """Calls its blocks in the order that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return x
+
+
+def in_another_order(rank: int, world_size: int, comm: str) -> None:
+    """Call blocks in another order, of which some stay whole; gradients are the plain model's."""
+    torch.manual_seed(0)
+    expected = Ordered()
+    model = zshard.wrap(
+        copy.deepcopy(expected),
+        strategy=lambda name, _: "zero2" if name in ("blocks.0", "blocks.2") else "zero3",
+        prefetch=0,
+        comm=comm,
+    )
+    x = torch.randn(4, 3)
+    for order in ([0, 1, 2, 3],) * 2 + ([0, 2, 1, 3],) * 3 + ([0, 1, 2, 3],):
+        for each in (model, expected):
+            each(x, order).square().mean().backward()
+        for name, param in expected.named_parameters():
+            assert torch.equal(zshard.full_grad(model, name), param.grad), (order, name)
+        model.zero_grad()
+        expected.zero_grad()
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_another_order_of_blocks_is_another_backward(size: int, comm: str) -> None:
+    run_ranks(in_another_order, size, comm)

@@ -91,14 +91,19 @@ class Backward:
         """Note that a forward begins."""
         self.forward = Forward()
 
-    def note_forward(self, needed: str, gathered: str) -> None:
-        """Note a forward that the next backward may go through, by what decides its gathers."""
+    def note_forward(self, needed: str, gathered: str, order: Sequence[Unit] = ()) -> None:
+        """Note a forward that the next backward may go through, by what decides its turns.
+
+        Args:
+            needed: the gathers that it needed; gathered: what is there after it; order: its calls.
+        """
         if self._count > 0:
             self._since, self._count = [], 0
         if torch.is_grad_enabled():
             # Without those that nobody can go through any more.
             self._since = [each for each in self._since if each[0]() is not None]
-            about = zlib.crc32(f"{needed};{gathered}".encode())
+            calls = " ".join(str(unit.index) for unit in order)
+            about = zlib.crc32(f"{needed};{gathered};{calls}".encode())
             self._since.append((weakref.ref(self.forward), about))
 
     def reached(self, unit: Unit, index: int, forward: Forward, grad: torch.Tensor) -> None:

@@ -164,7 +164,7 @@ class Schedule:
         output = self.root.copy_lent(output)
         if self.crew.phase is Phase.FORWARD:
             self.agreement.finish()
-            self.backward.note_forward(self.agreement.needed, self._gathered())
+            self.backward.note_forward(self.agreement.needed, self._gathered(), self._order)
             self.crew.turn_to(Phase.IDLE)
         if not self._watch(self.root, output):
             for unit in self.units:
