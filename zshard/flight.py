@@ -121,9 +121,11 @@ class Flight:
         flat.grads.shard()  # allocated here, on the compute stream
         self._start(0)
         # Where nothing blocks the host it goes straight on.
-        if comm.reduce_lane.stream is not None or not route.stages:
+        if comm.reduce_lane.stream is not None:
             with comm.reduce_lane.after_compute():
                 self._finish()
+        elif not route.stages:
+            self._finish()
 
     def leaves_free(self, route: Route) -> bool:
         """Whether ``route`` may be packed into before this lands: it needs neither host nor memory.

@@ -32,6 +32,7 @@ class Gradients:
         self.arrived = [False] * len(flat.names)
         # (N * S,) or (S,) reduce dtype, as the strategy says; made at the first backward.
         self._memory: torch.Tensor | None = None
+        self._shard: torch.Tensor | None = None  # a view of it, see ``shard``
         # Sums of backwards inside no_sync that were not reduced yet: (shape) in the reduce dtype.
         self._held: list[torch.Tensor | None] = [None] * len(flat.names)
         # (N * S,) reduce dtype, where those are that have to be cast; kept while steps need it.
@@ -62,7 +63,7 @@ class Gradients:
         """Give the memory back."""
         if self._memory is not None:
             self._tell(-self._memory.nbytes)
-            self._memory = None
+            self._memory = self._shard = None
         self._free_sums()
         self.handles.forget()
 
@@ -78,8 +79,10 @@ class Gradients:
         return self._part(self._flat.owned)
 
     def shard(self) -> torch.Tensor:
-        """(S,) reduce dtype: the part that this rank's reduction writes."""
-        return self._part(self._flat.shard)
+        """(S,) reduce dtype: the part that this rank's reduction writes; one object."""
+        if self._shard is None:
+            self._shard = self._part(self._flat.shard)
+        return self._shard
 
     @property
     def nbytes(self) -> int:

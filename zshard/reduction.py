@@ -41,6 +41,7 @@ class Reducer:
         self._in_flight: list[Flight] = []  # that use reduce buffers, in order
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
+        self._landing: dict[Flat, tuple[torch.Tensor, Route]] = {}  # those into shards
         # Of every flat buffer, whether trained or not: the sum of squares, the non-finite flag.
         self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
         self._stats_of = dict(zip(self.all_flats, self._stats.unbind(), strict=True))
@@ -65,6 +66,7 @@ class Reducer:
         self.flats = [flat for flat in self.all_flats if flat.requires_grad]
         self._stats.zero_()
         self._routes.clear()
+        self._landing.clear()
         self._pool.reserve_scratch(scratch_sizes(self.flats, self._comm))
         for flat in self.all_flats:
             if not flat.requires_grad and not any(flat.grads.present):
@@ -184,9 +186,7 @@ class Reducer:
         """Pack what gradients there are of ``unit``, and start reducing them."""
         for flat in unit.flats:
             if flat.requires_grad:
-                route, room = self._route_of(flat), flat.grads.room()
-                if room is not None:
-                    route = route.landing_in(room)
+                route = self._route_of(flat)
                 while self._in_flight and not self._in_flight[0].leaves_free(route):
                     self._in_flight.pop(0).land()
                 self._comm.reclaim(route.packed, tag)
@@ -203,7 +203,13 @@ class Reducer:
         if (route := self._routes.get(flat)) is None:
             turn = self.flats.index(flat)
             route = self._routes[flat] = Route.of(flat, self._comm, self._pool, turn)
-        return route
+        if (room := flat.grads.room()) is None:
+            return route
+        known, landing = self._landing.get(flat, (None, route))
+        if known is not room:
+            landing = route.landing_in(room)
+            self._landing[flat] = room, landing
+        return landing
 
     def abandon(self) -> None:
         """Forget a backward that did not finish."""
