@@ -154,3 +154,20 @@ def test_with_replicas_the_sum_of_the_shards_goes_on() -> None:
         assert norm == pytest.approx(expected_norm, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_frozen_and_thawed_lands_in_its_new_memory() -> None:
+    torch.manual_seed(0)
+    plain, model = models.Blocks(), build()
+    for trains in (True, False, True):
+        seen: list[tuple[bool, bool]] = []
+        with sums_seen(seen):
+            for each in (plain, model):
+                each.zero_grad()
+                each.blocks.requires_grad_(trains)
+                one_step(each, 0, 0)
+        assert set(seen) == {(True, False)}, "of the old memory, which stays, it is copied"
+        for name, param in plain.named_parameters():
+            grad = zshard.full_grad(model, name)
+            assert (grad is None) == (param.grad is None), (trains, name)
+            assert grad is None or torch.equal(grad, param.grad), (trains, name)

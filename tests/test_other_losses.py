@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -178,8 +179,8 @@ def each_of_two(forward: Forward) -> None:
 
 def the_second(forward: Forward) -> None:
     first, second = forward(), forward()
+    del first
     second.backward()
-    first.detach_()
 
 
 def their_sum(forward: Forward) -> None:
@@ -195,6 +196,7 @@ kTurns = [
     (each_of_two, their_sum, each_of_two),
     (one, their_sum, one, discards, one),
     (their_sum, each_of_two, discards, one),
+    (the_second, their_sum, the_second),
 ]
 
 
@@ -239,3 +241,66 @@ def test_a_forward_that_nobody_can_go_through_any_more_is_forgotten() -> None:
     backward = schedule_of(model).backward
     assert [each() is not None for each, _ in backward._since] == [False, True]
     del output
+
+
+class Twice(nn.Module):
+    """Calls its blocks twice, as siamese networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        halves = []
+        for half in (x, -x):
+            for block in self.blocks:
+                half = block(half)
+            halves.append(half.square().mean())
+        return halves[0], halves[1]
+
+
+def halves(rank: int, world_size: int, whole: Sequence[str], first: int) -> list[str]:
+    """One half of the loss in the first step, both in the others; what came of each step.
+
+    Args:
+        whole: blocks whose parameters stay whole.
+    """
+    torch.manual_seed(0)
+    expected = Twice()
+    model = zshard.wrap(
+        copy.deepcopy(expected), strategy=lambda name, _: "zero2" if name in whole else "zero3"
+    )
+    x = torch.randn(4, 3)
+    ends = []
+    for step in range(4):
+        for each in (expected, model):
+            losses = each(x)
+            loss = losses[first] if step == 0 else losses[0] + losses[1]
+            try:
+                loss.backward()
+            except zshard.StateError as error:
+                ends.append(str(error))
+                model.zero_grad()
+                break
+        else:
+            ends.append("made")
+            for name, param in expected.named_parameters():
+                assert torch.equal(zshard.full_grad(model, name), param.grad), (step, name)
+        expected.zero_grad()
+        model.zero_grad()
+    return ends
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("whole", "said"),
+    [((), "not as before"), (("blocks.2",), "had been reduced"), (("blocks.0",), "not as before")],
+)
+def test_the_other_half_of_a_forward_is_refused_once_and_by_one_rank_never(
+    whole: Sequence[str], said: str, first: int
+) -> None:
+    assert run_ranks(halves, 1, whole, first) == [["made"] * 4]
+    for ends in run_ranks(halves, 2, whole, first):
+        if first == 1:  # which output is come to first is the same then as with both
+            assert said in ends[1] and "repeat" in ends.pop(1)
+        assert ends == ["made"] * len(ends)

@@ -14,8 +14,11 @@ from ranks import run_ranks
 from steps import batch, build, one_step
 
 import zshard
+from zshard.layout import Layout
+from zshard.planning.footprint import FlatPlan
 from zshard.planning.timeline import Durations, Timeline, timeline
 from zshard.planning.work import Call, Work
+from zshard.strategy import Strategy
 
 kPhases = ("gather", "forward", "backward", "pack", "reduce", "step")
 
@@ -327,3 +330,20 @@ def test_plans_are_json_with_times() -> None:
     spans = found["timeline"]
     assert {span["stream"] for span in spans} == {"compute", "gather", "reduce"}
     assert max(span["ended"] for span in spans) == pytest.approx(found["step_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("size", "nccl", "reduce", "passes"),
+    [
+        (1, False, torch.float32, 1),  # read where it lies
+        (4, True, torch.float32, 1),
+        (4, True, torch.bfloat16, 5),  # every rank's row, and the sum
+        (4, False, torch.float32, 5),
+    ],
+)
+def test_a_single_row_is_read_and_not_written(
+    size: int, nccl: bool, reduce: torch.dtype, passes: int
+) -> None:
+    dtypes = zshard.Precision(reduce=reduce).resolve(torch.float32)
+    flat = FlatPlan(Layout.of([torch.empty(64, 16)], size), dtypes, Strategy("zero3"), True)
+    assert flat.sum_bytes(nccl=nccl) == passes * 64 * 16 // size * reduce.itemsize

@@ -41,7 +41,7 @@ class Reducer:
         self._in_flight: list[Flight] = []  # that use reduce buffers, in order
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
-        self._landing: dict[Flat, tuple[torch.Tensor, Route]] = {}  # those into shards
+        self._landing: dict[Flat, Route] = {}  # those into shards, for as long as these stay
         # Of every flat buffer, whether trained or not: the sum of squares, the non-finite flag.
         self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
         self._stats_of = dict(zip(self.all_flats, self._stats.unbind(), strict=True))
@@ -205,11 +205,9 @@ class Reducer:
             route = self._routes[flat] = Route.of(flat, self._comm, self._pool, turn)
         if (room := flat.grads.room()) is None:
             return route
-        known, landing = self._landing.get(flat, (None, route))
-        if known is not room:
-            landing = route.landing_in(room)
-            self._landing[flat] = room, landing
-        return landing
+        if flat not in self._landing:
+            self._landing[flat] = route.landing_in(room)
+        return self._landing[flat]
 
     def abandon(self) -> None:
         """Forget a backward that did not finish."""

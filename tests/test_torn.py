@@ -1,0 +1,101 @@
+"""A model that some ranks have changed and others not: not read or saved, and mended by a load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from steps import build, one_step
+from torch import nn
+
+import zshard
+
+kReads: dict[str, Callable[[nn.Module, str], object]] = {
+    "state_dict": lambda model, folder: zshard.state_dict(model),
+    "full_param": lambda model, folder: zshard.full_param(model, "inlet.bias"),
+    "full_params": lambda model, folder: zshard.full_params(model).__enter__(),
+    "save": lambda model, folder: zshard.save(f"{folder}/torn", model),
+    "export": lambda model, folder: zshard.export(f"{folder}/torn", model),
+}
+
+
+def reads_torn(rank: int, world_size: int, read: str, strategy: str, folder: str) -> str:
+    model = build(strategy=strategy)
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    one_step(model, rank, 0)
+    if rank == 0:
+        optimizer.step()
+    with pytest.raises(zshard.MismatchError) as caught:
+        kReads[read](model, folder)
+    assert not os.path.exists(f"{folder}/torn")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("read", kReads)
+def test_a_torn_model_is_not_read_or_saved(read: str, strategy: str, tmp_path: Path) -> None:
+    for said in run_ranks(reads_torn, 2, read, strategy, str(tmp_path)):
+        assert "the ranks have changed" in said and "The model is torn" in said
+
+
+def load_nothing(path: str, model: nn.Module) -> None:
+    zshard.load_weights(model, path, strict=False, rename=lambda name: None)
+
+
+kLoads: dict[str, Callable[[str, nn.Module], object]] = {
+    "load": zshard.load,
+    "load_weights": lambda path, model: zshard.load_weights(model, path),
+    "part": load_nothing,
+}
+
+
+def mended(rank: int, world_size: int, load: str, folder: str) -> list[str]:
+    """Tear the model, load, and train on; what was said."""
+    model = build()
+    path = f"{folder}/whole"
+    (zshard.save if load == "load" else zshard.export)(path, model)
+    one_step(model, rank, 0)
+    if rank == 0:
+        zshard.SGD(model.parameters(), lr=0.1).step()
+    said = []
+    for act in (
+        lambda: kLoads[load](path, model),
+        lambda: one_step(model, rank, 1),
+        lambda: one_step(model, rank, 2),
+    ):
+        try:
+            act()
+        except zshard.MismatchError:
+            said.append("torn")
+        else:
+            said.append("ok")
+    return said
+
+
+@pytest.mark.parametrize("load", kLoads)
+def test_a_load_of_everything_mends_a_torn_model(load: str, tmp_path: Path) -> None:
+    after = "torn" if load == "part" else "ok"
+    assert run_ranks(mended, 2, load, str(tmp_path)) == [["ok", after, "ok"]] * 2
+
+
+def renames(rank: int, world_size: int, folder: str) -> str:
+    model = build()
+    zshard.export(f"{folder}/whole", model)
+    before = zshard.full_param(model, "inlet.bias")
+
+    def rename(name: str) -> str | None:
+        return None if (rank == 1 and name == "inlet.bias") else name
+
+    with pytest.raises(zshard.MismatchError) as caught:
+        zshard.load_weights(model, f"{folder}/whole", strict=False, rename=rename)
+    assert torch.equal(before, zshard.full_param(model, "inlet.bias"))
+    return str(caught.value)
+
+
+def test_weights_that_ranks_name_differently_are_not_loaded(tmp_path: Path) -> None:
+    for said in run_ranks(renames, 2, str(tmp_path)):
+        assert "load_weights" in said and "Nothing has changed" in said
