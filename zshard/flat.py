@@ -95,8 +95,7 @@ class Flat:
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.resident: torch.Tensor | None = None
-        stays = strategy.resident or comm.size == 1 or self.layout.numel == 0
-        self.master = self._allocate(params, lent, stays=stays)
+        self.master = self._allocate(params, lent, stays=strategy.resident or not self.needs_gather)
         self.sent = self.master.send.view(torch.uint8)
         self.grads = Gradients(self)
         self.aliases = Aliases(len(params))  # of parameters
@@ -112,8 +111,7 @@ class Flat:
         dtypes, numel = self.dtypes, self.owned.numel
         if lent is None:
             lent = torch.empty(self.layout.numel, dtype=dtypes.compute, device=self.device)
-        if stays:
-            self.resident = lent
+        self.resident = lent if stays else None
         send = self.owned.of(lent) if stays else lent
         if dtypes.compute == dtypes.master:
             initial = send
@@ -147,6 +145,11 @@ class Flat:
         """Free the memory at once, whoever still refers to this; it is of no more use."""
         del self.master, self.sent
         self.resident, self.params = None, []
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether the whole takes an all-gather, of what each rank has a shard of."""
+        return self.layout.world_size > 1 and self.layout.numel > 0 and not self.strategy.replicated
 
     @property
     def full_bytes(self) -> int:

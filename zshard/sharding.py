@@ -172,7 +172,7 @@ class Sharder:
     def _fill(self, flat: Flat, parts: Sequence[_Part]) -> None:
         """Give the former contents of a flat buffer's parameters their values again."""
         whole = flat.master.read()
-        if self._comm.size > 1 and flat.layout.numel > 0 and not flat.strategy.replicated:
+        if flat.needs_gather:
             shard = whole.view(torch.uint8)
             whole = torch.empty(flat.layout.numel, dtype=whole.dtype, device=self._device)
             tag = Tag(0, "wrap", flat.names[0])

@@ -152,7 +152,7 @@ class Unit:
         self._holds = [flat.updates for flat in self.flats]
         for flat in self.flats:
             flat.refresh_send()
-            if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
+            if flat.needs_gather:
                 assert flat.recv is not None
                 # Units that stay whole are gathered after a step, which may be the last one.
                 lasting = self.strategy.resident
@@ -169,7 +169,7 @@ class Unit:
         self._last_gather = tag
         for flat in self.flats:
             flat.refresh_send()
-            if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
+            if flat.needs_gather:
                 nowhere = self._pool.discard(flat.full_bytes)
                 self._comm.all_gather(nowhere, flat.sent, tag).wait()
 
@@ -247,7 +247,7 @@ class Unit:
 
     def _before_write(self, flat: Flat) -> None:
         self._finish_gathers()
-        if self._comm.size > 1 and flat.layout.numel > 0 and not self.strategy.replicated:
+        if flat.needs_gather:
             self._comm.reclaim(flat.sent, Tag(self._last_gather.step, "step", self.label))
 
     def _settle(self, move: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import agree
-from .comm import Comm, Tag
+from .comm import Tag
 from .digest import digest
 from .dispatch import own_slice
 from .errors import InputError, StateError
@@ -177,12 +177,11 @@ def gathered(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tenso
 
     A collective, to come after ``Schedule.begin_call``.
     """
-    comm: Comm = schedule.comm
-    if comm.size == 1 or flat.layout.numel == 0 or flat.strategy.replicated:
+    if not flat.needs_gather:
         return owned
     full = torch.empty(flat.layout.numel, dtype=owned.dtype, device=owned.device)
     tag = Tag(schedule.crew.step, "gather", flat.names[0])
-    comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
+    schedule.comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
     return full
 
 
