@@ -189,7 +189,7 @@ class Agreement:
         """Have ``unit`` gathered, or on the way."""
         turn = Turn(Op.GATHER, unit.index)
         self._needed.append(turn)
-        if unit in self._ahead and not unit.is_sharded:  # nor outdated meanwhile
+        if unit in self._ahead and unit.state is not State.SHARDED:  # nor outdated meanwhile
             while (skipped := self._ahead.pop(0)) is not unit:
                 self._crew.release(skipped)
             return

@@ -147,7 +147,7 @@ class Backward:
         # gradient after the other to what is there.
         self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
         # Something may have come between, and freed what forward had left gathered.
-        there = " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
+        there = self._crew.gathered
         since = [(each(), about) for each, about in self._since]
         forwards = [(each is forward, about) for each, about in since if each is not None]
         about = f"{forwards};{self._count};{first};{there};{self._units_passed_over()}"

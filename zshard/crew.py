@@ -26,7 +26,7 @@ class Crew:
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, reducer: Reducer) -> None:
-        self._root, self._comm, self._reducer = units[0], comm, reducer
+        self._units, self._root, self._comm, self._reducer = tuple(units), units[0], comm, reducer
         self.phase = Phase.IDLE
         self.step = 0
 
@@ -52,6 +52,11 @@ class Crew:
     def has_peers(self) -> bool:
         """Whether there are other ranks to be reached."""
         return self._comm.world > 1 and not self._comm.broken
+
+    @property
+    def gathered(self) -> str:
+        """The units that need no gather now, as text."""
+        return " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
 
     def gather(self, unit: Unit) -> None:
         """Start gathering what this rank needs, or will."""

@@ -106,7 +106,7 @@ class Schedule:
         self.root.handled = id(sys.exc_info()[1])
         if self.methods.running:  # a forward inside one of the model's other methods
             self.methods.enter_forward()
-            self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward")
+            self.agreement.begin(Ask.FORWARD, self.crew.gathered, "a forward")
         elif not inside_backward():
             if self.crew.phase is not Phase.IDLE:  # the last forward or backward raised
                 self.reset()
@@ -131,7 +131,7 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         word = 2 * self.updates.word() + self.buffers.ask()
-        words = self.agreement.begin(Ask.FORWARD, self._gathered(), "a forward", word=word)
+        words = self.agreement.begin(Ask.FORWARD, self.crew.gathered, "a forward", word=word)
         self.updates.check([word >> 1 for word in words])
         self.backward.begin_forward()
         if any(word & 1 for word in words):
@@ -149,7 +149,7 @@ class Schedule:
             if leaving and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
                 return None  # the others are in no meeting any more; `run_method` settles it
             self.agreement.finish()
-            self.backward.note_forward(self.agreement.needed, self._gathered())
+            self.backward.note_forward(self.agreement.needed, self.crew.gathered)
             self.methods.leave_forward()
             return output
         if self.crew.phase is Phase.FORWARD and leaving:
@@ -164,7 +164,7 @@ class Schedule:
         output = self.root.copy_lent(output)
         if self.crew.phase is Phase.FORWARD:
             self.agreement.finish()
-            self.backward.note_forward(self.agreement.needed, self._gathered(), self._order)
+            self.backward.note_forward(self.agreement.needed, self.crew.gathered, self._order)
             self.crew.turn_to(Phase.IDLE)
         if not self._watch(self.root, output):
             for unit in self.units:
@@ -242,10 +242,6 @@ class Schedule:
         outside = self.crew.phase is Phase.IDLE and not inside_backward()
         return outside and not any(u.in_use and u.encloses(unit) for u in self.units)
 
-    def _gathered(self) -> str:
-        """The units that need no gather now."""
-        return " ".join(unit.label for unit in self.units if unit.state is State.GATHERED)
-
     # --- units -----------------------------------------------------------------------------------
 
     def obtain(self, unit: Unit) -> None:
@@ -261,7 +257,8 @@ class Schedule:
     def renew(self) -> None:
         """Start gathering updated shards of units that stay whole, in the next forward's order."""
         in_order = dict.fromkeys((self.root, *self._order, *self.units))
-        due = [u for u in in_order if u.strategy.resident and (u.outdated or u.is_sharded)]
+        resident = [unit for unit in in_order if unit.strategy.resident]
+        due = [u for u in resident if u.outdated or u.state is State.SHARDED]
         if not due:
             return
         if self.backward.raised:
@@ -270,13 +267,13 @@ class Schedule:
             self.crew.reshard(unit)
             if unit.strategy.replicated:  # every rank has made the same update
                 self.crew.gather(unit)
-        due = [unit for unit in due if unit.is_sharded]
+        due = [unit for unit in due if unit.state is State.SHARDED]
         if not due:
             return
         about = " ".join(unit.label for unit in due)
         self.agreement.begin(Ask.RENEW, about, "a gather of updated parameters")
         for unit in due:
-            if unit.is_sharded:  # not gathered for another rank's sake meanwhile
+            if unit.state is State.SHARDED:  # not gathered for another rank's sake meanwhile
                 self.agreement.need(unit)
         self.agreement.finish()
 

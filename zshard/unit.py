@@ -128,11 +128,6 @@ class Unit:
         return self._home is not None and self._home.owner is None
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the whole parameters are neither there nor on the way."""
-        return self.state is State.SHARDED
-
-    @property
     def outdated(self) -> bool:
         """Whether the unit is gathered with values that the master no longer has."""
         return self.state is not State.SHARDED and any(
