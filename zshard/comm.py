@@ -241,8 +241,7 @@ class Comm:
         """Replace ``value`` by that of the first of all ranks, in place."""
         for over in self.axes:
             sent = value.nbytes if over.rank == 0 else 0
-            op, on_host = "broadcast", value.is_cpu
-            with self._at_once(op, tag, over), self._met(op, sent, tag, over, on_host):
+            with self._at_once("broadcast", sent, tag, over, on_host=value.is_cpu):
                 over.broadcast(value)
 
     def all_gather_words(self, words: Sequence[int], tag: Tag) -> list[list[int]]:
@@ -253,7 +252,7 @@ class Comm:
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         for over in self.axes:
             sent = mine.nbytes * (over.size - 1)
-            with self._at_once("agree", tag, over), self._met("agree", sent, tag, over):
+            with self._at_once("agree", sent, tag, over):
                 mine = over.all_gather_words(mine)
         return mine.view(-1, len(words)).tolist()
 
@@ -261,8 +260,7 @@ class Comm:
         """Every rank's ``value``, in the order of ``place``. For set-up, not for steps."""
         everyone = [value]
         for over in self.axes:
-            op = "all_gather_object"
-            with self._at_once(op, tag, over), self._met(op, 0, tag, over):
+            with self._at_once("all_gather_object", 0, tag, over):
                 parts = over.all_gather_object(everyone)
             everyone = [item for part in parts for item in cast("list[object]", part)]
         return everyone
@@ -285,21 +283,17 @@ class Comm:
         stream = "reduce" if self.on_lane else "compute"
         return self.trace.span("sum", tag.unit, stream)
 
-    def _met(
-        self, op: str, sent: int, tag: Tag, over: Ranks, on_host: bool = True
-    ) -> AbstractContextManager[None]:
-        """A context for a collective that is waited for at once."""
-        self._count(op, sent, tag, over)
-        if self.trace is None:
-            return _NOTHING
-        return self.trace.meet(op, tag, sent, on_host=on_host)
-
     @contextmanager
-    def _at_once(self, op: str, tag: Tag, over: Ranks) -> Iterator[None]:
+    def _at_once(
+        self, op: str, sent: int, tag: Tag, over: Ranks, *, on_host: bool = True
+    ) -> Iterator[None]:
         """A context for a collective that nobody can wait for again, should it be left."""
         try:
             with self.named_errors(op, tag):
-                yield
+                self._count(op, sent, tag, over)
+                trace = self.trace
+                with trace.meet(op, tag, sent, on_host=on_host) if trace else _NOTHING:
+                    yield
         except Error:
             raise
         except BaseException as error:  # out of a signal's handler, say
