@@ -16,9 +16,8 @@ from typing import Any
 from .errors import InputError
 from .files import write_whole
 from .trace import Trace
-from .trace_records import Event, Stall, Transfer
+from .trace_records import TRACKS, Event, Stall, Transfer
 
-_TRACKS = ("compute", "gather", "reduce", "meet")  # a thread each, in this order
 # Beyond every process's number, and the threads' of all ranks differ: Perfetto puts a thread 0, and
 # one with its process's number, together as that process's main thread.
 _FIRST_TID = 1 << 22
@@ -117,7 +116,7 @@ class _Writer:
         yield self._meta("process_name", "compute", name=process)
         yield self._meta("process_sort_index", "compute", sort_index=trace.rank)
         lanes = {"compute", *(e.stream for e in trace.events), *(t.lane for t in trace.transfers)}
-        for index, track in enumerate(_TRACKS):
+        for index, track in enumerate(TRACKS):
             if track in lanes:
                 yield self._meta("thread_name", track, name=track)
                 yield self._meta("thread_sort_index", track, sort_index=index)
@@ -125,7 +124,7 @@ class _Writer:
     def _on(self, track: str) -> Json:
         """Where an event is drawn."""
         rank = self._trace.rank
-        return {"pid": rank, "tid": _FIRST_TID + rank * len(_TRACKS) + _TRACKS.index(track)}
+        return {"pid": rank, "tid": _FIRST_TID + rank * len(TRACKS) + TRACKS.index(track)}
 
     def _meta(self, kind: str, track: str, **args: object) -> Json:
         return {"ph": "M", "name": kind, **self._on(track), "args": args}

@@ -37,12 +37,12 @@ class Piece(NamedTuple):
 def pieces(trace: Trace) -> list[Piece]:
     """The compute stream from beginning to end, each moment in the innermost that was under way."""
     issues = [
-        _interval("issue", t.unit, t.issued, t.returned)
+        Piece("issue", t.unit, t.issued, t.returned)
         for t in trace.transfers
         if t.returned > t.issued
     ]
     phases = [
-        _interval(e.phase, e.unit, e.began, e.ended)
+        Piece(e.phase, e.unit, e.began, e.ended)
         for e in (*trace.events, *trace.spans)
         if e.stream == "compute" and e.ended > e.began
     ]
@@ -68,10 +68,6 @@ def _cut(found: list[Piece], piece: Piece, now: float) -> float:
         return now
     found.append(piece._replace(began=now))
     return piece.ended
-
-
-def _interval(phase: str, unit: str, began: float, ended: float) -> Piece:
-    return Piece(phase, unit, began, ended)
 
 
 def _waited_in(stall: Stall) -> str:

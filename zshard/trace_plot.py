@@ -9,6 +9,7 @@ from .errors import MissingPackage
 from .files import write_whole
 from .trace import Trace
 from .trace_path import OUTSIDE, pieces
+from .trace_records import TRACKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,6 @@ _COLORS = {
     "reduce": "#da8bc3",
 }
 _OTHER = "#5f5f5f"  # meetings and whatever else
-_ROWS = ("compute", "gather", "reduce", "meet")
 
 
 def plot(trace: Trace, path: str | PathLike[str]) -> None:
@@ -40,7 +40,7 @@ def plot(trace: Trace, path: str | PathLike[str]) -> None:
             "Trace.plot needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
     bars = _bars(trace)
-    rows = [row for row in _ROWS if any(bar[0] == row for bar in bars)]
+    rows = [row for row in TRACKS if any(bar[0] == row for bar in bars)]
     figure = Figure(figsize=(14, 1.6 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     used = dict.fromkeys(phase for _, phase, _, _ in bars)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from .clock import Stamp
 
+TRACKS = ("compute", "gather", "reduce", "meet")  # streams and lanes, in the order drawn
 _POLL_SECONDS = 2e-4
 _EXIT_SECONDS = 5.0
 
