@@ -30,13 +30,15 @@ class PeerRanks(Ranks):
     """Ranks of one host that read each other's memory; one for each model."""
 
     in_memory = read_by_waiter = True
+    neighbours: Neighbours
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours
     ) -> None:
         super().__init__(group, device)
-        self._neighbours = self.neighbours = neighbours
-        self._arena = Arena(weakref.proxy(self))  # its windows go with the model, and at once
+        self.neighbours = neighbours
+        # What is lent, of all ranks; its windows go with the model, and at once.
+        self.arena = Arena(weakref.proxy(self))
         # What a gather reads of every rank, by window and this rank's first byte.
         self._shards: dict[tuple[Window, int], list[torch.Tensor]] = {}
 
@@ -44,7 +46,7 @@ class PeerRanks(Ranks):
 
     def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
         """(numel,) that the other ranks can read. All ranks have to ask for the same."""
-        window = self._arena.window(numel * dtype.itemsize)
+        window = self.arena.window(numel * dtype.itemsize)
         window.whole = whole
         return window.own.view(dtype)
 
@@ -54,12 +56,12 @@ class PeerRanks(Ranks):
 
     def attending(self) -> AbstractContextManager[None]:
         """As Neighbours."""
-        return self._neighbours
+        return self.neighbours
 
     def reclaim(self, lent: torch.Tensor) -> None:
         """Wait until nobody reads ``lent`` any more."""
-        if (found := self._arena.find(lent)) is not None:
-            self._neighbours.wait(found[0].presence.await_departures)
+        if (found := self.arena.find(lent)) is not None:
+            self.neighbours.wait(found[0].presence.await_departures)
 
     def release(self, lent: torch.Tensor) -> None:
         """Say that this rank has read what others lend where it lends ``lent``."""
@@ -67,17 +69,12 @@ class PeerRanks(Ranks):
 
     def give_back(self, lent: torch.Tensor) -> None:
         """Need ``lent`` no longer; others still may, and have it mapped themselves."""
-        self._arena.give_back(lent)
-
-    @property
-    def arena(self) -> Arena:
-        """What is lent, of all ranks."""
-        return self._arena
+        self.arena.give_back(lent)
 
     def leave(self) -> None:
         """Lend nothing any more; nobody reads."""
         self._shards.clear()
-        self._arena.close()
+        self.arena.close()
 
     def rows_for_me(self, packed: torch.Tensor) -> torch.Tensor | None:
         """(N, S): what every rank has packed for this one, in this rank's ``packed`` (N * S,)."""
@@ -86,7 +83,7 @@ class PeerRanks(Ranks):
         return rows.view(self.size, self.size, -1)[:, self.rank]
 
     def _find(self, lent: torch.Tensor) -> tuple[Window, int]:
-        found = self._arena.find(lent)
+        found = self.arena.find(lent)
         assert found is not None, "every buffer that is exchanged is made by `empty`"
         return found
 
@@ -96,21 +93,21 @@ class PeerRanks(Ranks):
         self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """Lend ``shard`` (S,); what others lend is read when it is waited for."""
-        if (found := self._arena.find(shard)) is None:
+        if (found := self.arena.find(shard)) is None:
             parts = full.view(self.size, -1)
-            self._neighbours.swap(
+            self.neighbours.swap(
                 shard, lambda begin, rows: parts[:, begin : begin + rows.shape[1]].copy_(rows)
             )
             return None
-        with self._neighbours:
+        with self.neighbours:
             found[0].presence.arrive()
             return _Gather(self, full, shard)
 
     def read(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """End a gather: wait until all lend their shards, and copy them."""
         window, begin = self._find(shard)
-        with self._neighbours:
-            self._neighbours.wait(window.presence.await_arrivals)
+        with self.neighbours:
+            self.neighbours.wait(window.presence.await_arrivals)
             if (shards := self._shards.get((window, begin))) is None:
                 step = shard.nbytes if window.whole else 0
                 begins = [begin + (rank - self.rank) * step for rank in range(self.size)]
@@ -126,18 +123,18 @@ class PeerRanks(Ranks):
     ) -> Work | None:
         """Lend ``packed``; ``chunks`` are the others', where they lie."""
         window, _ = self._find(packed)
-        with self._neighbours:
+        with self.neighbours:
             window.presence.arrive()
-            return _Arrivals(self._neighbours, window)
+            return _Arrivals(self.neighbours, window)
 
     def start_all_reduce(self, value: torch.Tensor, *, maximum: bool) -> Work | None:
         """Start summing ``value`` in rank order (or taking its maximum), in place."""
-        return self._neighbours.start_sum(value, maximum=maximum)
+        return self.neighbours.start_sum(value, maximum=maximum)
 
     def broadcast(self, value: torch.Tensor) -> None:
         """Replace ``value`` by the first rank's, in place."""
         flat = value.contiguous().view(-1).view(torch.uint8)
-        self._neighbours.swap(
+        self.neighbours.swap(
             flat, lambda begin, rows: flat[begin : begin + rows.shape[1]].copy_(rows[0])
         )
         value.copy_(flat.view(value.dtype).view_as(value))
