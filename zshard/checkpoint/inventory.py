@@ -37,6 +37,10 @@ class Inventory:
     extra_state: dict[str, Json] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # id of a parameter -> its first name
 
+    def names_of(self, name: str) -> list[str]:
+        """All names of the tensor whose first is ``name``, that before the others."""
+        return [name, *(alias for alias, first in self.aliases.items() if first == name)]
+
 
 def inventory_of(schedule: Schedule) -> Inventory:
     """What the wrapped model holds.

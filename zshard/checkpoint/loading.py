@@ -91,13 +91,10 @@ def match_model(
     """
     match = Match()
     used: set[str] = set()
-    further: dict[str, list[str]] = {}
-    for alias, name in inventory.aliases.items():
-        further.setdefault(name, []).append(alias)
     for name, held in (inventory.parameters | inventory.buffers).items():
-        names = [name, *further.get(name, ())]
-        there = {aliases.get(each, each) for each in names if aliases.get(each, each) in stored}
-        used |= there
+        keys = [aliases.get(each, each) for each in inventory.names_of(name)]
+        there = [key for key in dict.fromkeys(keys) if key in stored]
+        used.update(there)
         if not there:
             match.missing.append(name)
             continue
@@ -105,8 +102,7 @@ def match_model(
             match.problems.append(
                 f"{name}: one tensor in the model, and several there: {sorted(there)}"
             )
-        key = next(aliases.get(n, n) for n in names if aliases.get(n, n) in stored)
-        master = inventory.masters.get(name)
+        key, master = there[0], inventory.masters.get(name)
         of_master = masters.get(key)
         same_dtype = stored[key].torch_dtype == held.dtype
         if master is not None and of_master is not None and same_dtype:

@@ -86,11 +86,9 @@ def match_optimizer(saved: Manifest, optimizer: Optimizer, inventory: Inventory)
     for alias, name in saved.aliases.items():
         if name in record.state:
             key_of.setdefault(alias, name)
-    further = {alias: name for alias, name in inventory.aliases.items()}
     names: dict[str, str] = {}  # of a parameter now -> its name in the checkpoint
     for name, param, group in params:
-        candidates = [name, *(alias for alias, first in further.items() if first == name)]
-        key = next((key_of[each] for each in candidates if each in key_of), None)
+        key = next((key_of[n] for n in inventory.names_of(name) if n in key_of), None)
         if key is None:
             match.missing.append(f"the optimizer's state of {name}")
             continue
