@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -33,18 +33,12 @@ class Buffers:
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         """By name, as ranks may have registered them in different orders."""
-        return sorted(self._persistent(), key=lambda item: item[0])
-
-    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, module in self._modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}" if prefix else name, buffer
+        return sorted(persistent_buffers(self._modules), key=lambda item: item[0])
 
     def _states(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
         # By reference: another tensor may have the address of one that has gone. Tensors made in
         # inference mode have no version, and cannot be changed outside of it.
-        buffers = [buffer for _, buffer in self._persistent()]
+        buffers = [buffer for _, buffer in persistent_buffers(self._modules)]
         return [(weakref.ref(b), 0 if b.is_inference() else b._version) for b in buffers]
 
     def ask(self) -> bool:
@@ -58,17 +52,8 @@ class Buffers:
         return was_training or self._in_training or self._states() != self._seen
 
     def _trains(self) -> bool:
-        return any(
-            module.training
-            and any(
-                b is not None
-                and b.is_floating_point()
-                and b.nbytes <= _SMALL
-                and name not in module._non_persistent_buffers_set
-                for name, b in module._buffers.items()
-            )
-            for _, module in self._modules
-        )
+        found = persistent_buffers(each for each in self._modules if each[1].training)
+        return any(b.is_floating_point() and b.nbytes <= _SMALL for _, b in found)
 
     def _facts(self) -> list[str]:
         return [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in self._named()]
@@ -106,6 +91,16 @@ class Buffers:
                 _write(buffer.data, flat[begin:end].view(buffer.shape))
                 begin = end
         self._seen = self._states()
+
+
+def persistent_buffers(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are part of the state, by name, of modules with their names."""
+    for prefix, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _write(buffer: torch.Tensor, values: torch.Tensor) -> None:

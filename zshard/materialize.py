@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .buffers import persistent_buffers
 from .comm import Comm, Tag
 from .errors import InputError, WrapError
 from .flat import user_attributes
@@ -115,12 +116,7 @@ def allocate_outside(model: nn.Module, specs: Sequence[UnitSpec], device: torch.
         WrapError: for buffers of which a checkpoint holds no values either.
     """
     meta = on_meta(model)
-    loadable = {
-        id(buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    }
+    loadable = {id(buffer) for _, buffer in persistent_buffers(model.named_modules())}
     if lost := [n for n, b in model.named_buffers() if b.is_meta and id(b) not in loadable]:
         raise WrapError(
             f"no checkpoint has values for the non-persistent buffers on the meta device: "

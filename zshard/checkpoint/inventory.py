@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
+from ..buffers import persistent_buffers
 from ..errors import InputError
 from ..flat import Flat
 from ..layout import Range
@@ -66,7 +66,8 @@ def inventory_of(schedule: Schedule) -> Inventory:
         if flat.dtypes.param != flat.dtypes.master:
             found.masters[name] = HeldMaster(flat, param.segment, mine, as_master=True)
     seen: dict[int, str] = {}
-    for name, buffer in _buffers(schedule.model):
+    modules = schedule.model.named_modules(remove_duplicate=False)
+    for name, buffer in persistent_buffers(modules):
         if id(buffer) in seen:
             found.aliases[name] = seen[id(buffer)]
         else:
@@ -84,13 +85,6 @@ def saved_range(flat: Flat, segment: int) -> Range:
     shard = flat.layout.shard(comm.rank).begin
     begin, end, skip = flat.layout.local(segment, Range(shard + piece.begin, shard + piece.end))
     return Range(skip, skip + end - begin)
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
