@@ -71,13 +71,11 @@ def _with_parameters(
     """The model's own state_dict() while its modules hold ``whole``."""
     try:
         for unit, params in zip(schedule.units, whole, strict=True):
-            for place in unit.places:
-                place.install(params[place.flat][place.segment])
+            unit.hold(params)
         found = model.state_dict()
     finally:
         for unit in schedule.units:
-            for place in unit.places:
-                place.install(unit.flats[place.flat].params[place.segment])
+            unit.hold([flat.params for flat in unit.flats])
     _own(found, [param for params in whole for each in params for param in each])
     return found
 

@@ -187,9 +187,13 @@ class Unit:
         """Put the sharded parameters back; between forward and backward, memory may stay."""
         self.passage.forget()
         if self._installed:
-            for place in self.places:
-                place.install(self.flats[place.flat].params[place.segment])
+            self.hold([flat.params for flat in self.flats])
             self._installed = False
+
+    def hold(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Have the modules hold ``params``, by flat and segment."""
+        for place in self.places:
+            place.install(params[place.flat][place.segment])
 
     def require_parameters(self) -> None:
         """Make sure that the modules hold the sharded parameters.

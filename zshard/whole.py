@@ -80,15 +80,13 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         for unit, params in zip(schedule.units, lent, strict=True):
             if unit.state is not State.SHARDED and not unit.strategy.resident:
                 unit.reshard()
-            for place in unit.places:
-                place.install(params[place.flat][place.segment])
+            unit.hold(params)
         yield model
         taken = _taken(schedule, lent)
     finally:
         schedule.whole = False
         for unit in schedule.units:
-            for place in unit.places:
-                place.install(unit.flats[place.flat].params[place.segment])
+            unit.hold([flat.params for flat in unit.flats])
     if write and updates != [flat.updates for flat, _ in taken]:
         raise StateError(
             "parameters were changed by an optimizer's step, or through their shards, inside "
