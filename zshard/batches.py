@@ -14,7 +14,7 @@ import torch
 
 from .errors import OptimizerError
 from .flat import Flat
-from .layout import Range
+from .layout import Range, memory_order
 from .param import Sharded
 from .streams import upload
 
@@ -252,7 +252,7 @@ def flat_view(param: torch.Tensor) -> torch.Tensor:
         OptimizerError: if it does not fill one block of memory.
     """
     try:
-        return param.detach().permute(memory_order(param)).view(-1)
+        return param.detach().permute(memory_order(param.stride())).view(-1)
     except RuntimeError as error:
         raise OptimizerError(
             f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} does not fill "
@@ -264,10 +264,4 @@ def _plain_grad(param: torch.Tensor) -> torch.Tensor:
     """The gradient of a plain parameter, 1-D in the parameter's memory order."""
     if param.grad is None:
         return flat_view(param)  # the segment is inactive: never read
-    return param.grad.permute(memory_order(param)).reshape(-1)
-
-
-def memory_order(param: torch.Tensor) -> list[int]:
-    """The dimensions from the slowest to the fastest in memory."""
-    strides = param.stride()
-    return sorted(range(param.ndim), key=lambda d: (-strides[d], d))
+    return param.grad.permute(memory_order(param.stride())).reshape(-1)

@@ -37,7 +37,7 @@ class Segment(NamedTuple):
     @property
     def order(self) -> tuple[int, ...]:
         """The dimensions from the slowest to the fastest in memory."""
-        return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
+        return memory_order(self.stride)
 
     @property
     def _permuted(self) -> bool:
@@ -123,6 +123,11 @@ class Layout:
         end = min(max(segment.offset + segment.numel, begin), within.end)
         skip = min(max(begin - segment.offset, 0), segment.numel)
         return Local(begin - within.begin, end - within.begin, skip)
+
+
+def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions from the slowest to the fastest in memory."""
+    return tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

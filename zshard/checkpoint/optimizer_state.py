@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..batches import memory_order
 from ..errors import InputError, OptimizerError
 from ..fused import FusedOptimizer
-from ..layout import Range
+from ..layout import Range, memory_order
 from ..param import Sharded
 from .held import Held, HeldSlice, HeldWhole
 from .inventory import as_json, saved_range
@@ -140,7 +139,7 @@ def held_state(
         return HeldWhole(value, saves=first)
     elif value.ndim == 1 and value.numel() == param.numel():  # of zshard's optimizers
         mine = Range(0, value.numel() if first else 0)
-        return HeldSlice(value, param.shape, tuple(memory_order(param)), 0, mine)
+        return HeldSlice(value, param.shape, memory_order(param.stride()), 0, mine)
     raise OptimizerError(
         f"the optimizer's state {key!r} of {name} {tuple(param.shape)} is a tensor of shape "
         f"{tuple(value.shape)}, not one element for each of the parameter's; it cannot be saved"
