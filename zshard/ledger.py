@@ -10,6 +10,7 @@ from __future__ import annotations
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 BUFFERS = ("full_buffers", "reduce_buffers")
+KINDS = (*STATES, *BUFFERS)
 
 
 class Ledger:
@@ -22,7 +23,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.now = dict.fromkeys((*STATES, *BUFFERS), 0)
+        self.now = dict.fromkeys(KINDS, 0)
         self.peak: dict[str, int] = {}
         self._optimizers: dict[int, int] = {}
         self.restart()

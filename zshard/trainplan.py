@@ -11,6 +11,7 @@ from torch import nn
 
 from .errors import PlanError
 from .gpt import GPT
+from .ledger import KINDS
 from .metrics import StepMetrics
 from .options import TrainOptions
 from .planning import Plan, plan
@@ -18,7 +19,6 @@ from .planning.report import report
 from .usage import memory
 
 _LEARNING = 2  # steps that agree on an order, and allocate; those after them are alike
-_KINDS = ("parameters", "gradients", "master", "optimizer", "full_buffers", "reduce_buffers")
 
 
 def plan_of(options: TrainOptions, world_size: int, device: str) -> Plan:
@@ -58,7 +58,7 @@ def compare(
     held = cast(dict[str, int], memory(model)["now"])
     expected = cast(dict[str, int], planned.to_dict()["per_rank"])
     lines = [f"{'--- planned and measured, MB':32}{'planned':>12}{'measured':>12}"]
-    for kind in _KINDS:
+    for kind in KINDS:
         lines.append(f"{kind:32}{expected[kind] / 1e6:12,.3f}{held[kind] / 1e6:12,.3f}")
     try:
         planned.check(model)

@@ -29,21 +29,15 @@ class Bytes(TypedDict):
     peak: int  # states and buffers together
 
 
-class UnitBytes(TypedDict):
-    """Bytes that this rank holds of one unit, now; see ``Bytes``."""
+class UnitBytes(Bytes):
+    """Bytes that this rank holds of one unit, now.
+
+    Of the buffers that units share: full_buffers while it is gathered, if whole parameters do not
+    stay; reduce_buffers while it is reduced.
+    """
 
     name: str
     model_parameters: int  # elements, of the whole unit
-    parameters: int
-    gradients: int
-    master: int
-    optimizer: int
-    padding: int
-    states: int
-    full_buffers: int  # of the buffers shared by all: while it is gathered, if it does not stay
-    reduce_buffers: int  # likewise, while it is reduced
-    activations: int
-    peak: int  # states and buffers together
 
 
 class Memory(TypedDict):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ..errors import PlanError
+from ..ledger import KINDS
 from ..usage import memory
 from ..wrap import schedule_of
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 _TOLERANCE = 0.02
-_OF_UNIT = ("parameters", "gradients", "master", "optimizer", "full_buffers", "reduce_buffers")
-_KINDS = (*_OF_UNIT, "states")  # padding differs between ranks, and activations are autograd's
 
 
 def check(plan: Plan, model: nn.Module) -> None:
@@ -28,7 +27,8 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"plan.with_world_size({size}).check(model)"
         )
     found, planned = memory(model), cast(Any, plan.to_dict())
-    wrong = list(_differences(planned["per_rank"], found["now"], _KINDS, "the model"))
+    # Not padding, which differs between ranks, nor activations, which are autograd's.
+    wrong = list(_differences(planned["per_rank"], found["now"], (*KINDS, "states"), "the model"))
     names = [[unit["name"] for unit in each["units"]] for each in (planned, found)]
     if names[0] != names[1]:
         raise PlanError(
@@ -36,7 +36,7 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"{len(names[1])}, {', '.join(names[1][:5])} ...: give both the same units="
         )
     for mine, real in zip(planned["units"], found["units"], strict=True):
-        wrong += _differences(mine, real, _OF_UNIT, f"unit {mine['name']!r}")
+        wrong += _differences(mine, real, KINDS, f"unit {mine['name']!r}")
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise PlanError(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
+from ..ledger import STATES
 from .fit import STRATEGIES
 from .plan import Plan
 from .timeline import Timeline
@@ -49,8 +50,7 @@ def plot(plan: Plan, path: Path) -> None:
 def _memory(axes: Axes, plan: Plan) -> None:
     rows = {name: plan.with_strategy(name) for name in STRATEGIES}
     parts: dict[str, list[int]] = {
-        kind: [getattr(row.holding, kind) for row in rows.values()]
-        for kind in ("parameters", "gradients", "master", "optimizer")
+        kind: [getattr(row.holding, kind) for row in rows.values()] for kind in STATES
     }
     parts["full buffers"] = [row.buffers.full for row in rows.values()]
     parts["reduce buffers"] = [row.buffers.reduce for row in rows.values()]
