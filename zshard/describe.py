@@ -37,9 +37,7 @@ def describe(model: nn.Module) -> str:
     schedule = schedule_of(model)
     comm = schedule.comm
     rows = [_row(unit, flat) for unit in schedule.units for flat in unit.flats]
-    total = sum(
-        segment.numel for u in schedule.units for f in u.flats for segment in f.layout.segments
-    )
+    total = sum(segment.numel for f in schedule.flats for segment in f.layout.segments)
     over = f"{comm.size} ranks" if comm.size > 1 else "one rank"
     if comm.replicas.size > 1:
         over += f", {comm.replicas.size} times"

@@ -155,7 +155,7 @@ class Gradients:
 
     def _apply_scale(self, index: int) -> None:
         self._refuse_fp16(index)
-        for flat in self._flat.schedule.reducer.all_flats:  # it applies to all of them
+        for flat in self._flat.schedule.flats:  # it applies to all of them
             if True in flat.grads.present:
                 flat.grads._refuse_fp16(flat.grads.present.index(True))
         self.on_access()

@@ -59,6 +59,7 @@ class Schedule:
         device: torch.device,
     ) -> None:
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
+        self.flats = tuple(flat for unit in units for flat in unit.flats)
         self.precision, self.root, self.device = precision, units[0], device
         self.reducer = Reducer(units, comm, pool, device)
         self.buffers = Buffers(model, comm)
@@ -74,10 +75,10 @@ class Schedule:
         self.updates = Updates(units, comm)
         self.methods = Methods(self)
         self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
+        for flat in self.flats:
+            flat.schedule = self
+            flat.before_set_trained = self.backward.before_set_trained
         for unit in units:
-            for flat in unit.flats:
-                flat.schedule = self
-                flat.before_set_trained = self.backward.before_set_trained
             self._hook(unit)
         LIVE.add(self)
 
@@ -287,7 +288,7 @@ class Schedule:
 
     def parameters(self) -> list[Sharded]:
         """Every sharded parameter, in the order of the units."""
-        return [param for unit in self.units for flat in unit.flats for param in flat.params]
+        return [param for flat in self.flats for param in flat.params]
 
     def reset(self, strayed: bool = False) -> None:
         """Bring every unit back to SHARDED after an exception, and drop the gradients.

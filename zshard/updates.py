@@ -160,7 +160,7 @@ def note_step(name: str, groups: Sequence[Mapping[str, Any]], settings: object) 
                 members.setdefault(param.flat.schedule, []).append((index, param.fqn))
     for schedule, names in members.items():
         if schedule.reducer.has_gradients:
-            present = [flat.grads.present for flat in schedule.reducer.all_flats]
+            present = [flat.grads.present for flat in schedule.flats]
             note, note_many = schedule.updates.note, schedule.updates.note_many
             note(f"the settings of {name}'s groups", settings)
             note_many(f"which parameters are in {name}'s groups", names)

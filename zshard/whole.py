@@ -74,7 +74,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     schedule.begin_call("full_params")
     lent = [[_lend(flat, schedule) for flat in unit.flats] for unit in schedule.units]
-    updates = [flat.updates for unit in schedule.units for flat in unit.flats]
+    updates = [flat.updates for flat in schedule.flats]
     schedule.whole = True
     try:
         for unit, params in zip(schedule.units, lent, strict=True):
@@ -112,8 +112,7 @@ def _taken(
             now = place.module._parameters.get(place.attribute)
             if now is not None and id(now) not in given:  # load_state_dict(assign=True)
                 params[place.flat][place.segment] = now
-    flats = [flat for unit in schedule.units for flat in unit.flats]
-    return list(zip(flats, [whole for params in lent for whole in params], strict=True))
+    return list(zip(schedule.flats, [whole for params in lent for whole in params], strict=True))
 
 
 def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -> None:
@@ -140,31 +139,28 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     schedule = schedule_of(model)
     schedule.require_values("zshard.local_shards")
-    flats = [flat for unit in schedule.units for flat in unit.flats]
-    if any(flat.dtypes.split for flat in flats):
+    if any(flat.dtypes.split for flat in schedule.flats):
         raise StateError("zshard.local_shards: a split master is two planes; use full_params")
-    for flat in flats:
+    for flat in schedule.flats:
         flat.before_write()
     return {
         name: param.local
-        for flat in flats
+        for flat in schedule.flats
         for name, param in zip(flat.names, flat.params, strict=True)
     }
 
 
 def mark_updated(model: nn.Module) -> None:
     """Say that ``local_shards`` were written: the next gather sends the new values."""
-    for unit in schedule_of(model).units:
-        for flat in unit.flats:
-            flat.updated(send_written=False)
+    for flat in schedule_of(model).flats:
+        flat.updated(send_written=False)
 
 
 def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
-    for unit in schedule.units:
-        for flat in unit.flats:
-            for index, names in enumerate(flat.all_names):
-                if name in names:
-                    return flat, index
+    for flat in schedule.flats:
+        for index, names in enumerate(flat.all_names):
+            if name in names:
+                return flat, index
     if name in dict(schedule.model.named_parameters(remove_duplicate=False)):
         raise InputError(f"{name!r} is not sharded (ignored=): every rank has it, read it there")
     raise InputError(f"the wrapped model has no parameter {name!r}")

@@ -187,15 +187,14 @@ def change(
     schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
     if optimizer is not None:
         _TORN[schedule] = ref(optimizer)
-    flats = [flat for unit in schedule.units for flat in unit.flats]
 
     def taken() -> None:
-        for flat in flats:
+        for flat in schedule.flats:
             flat.before_write()
         try:
             take()
         finally:  # also where it fails: on the other ranks it may not, and all count alike
-            for flat in flats:
+            for flat in schedule.flats:
                 flat.updated(send_written=False)
 
     peers.together(taken)
