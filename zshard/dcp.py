@@ -98,8 +98,7 @@ def _parts(sharded: Sharded) -> tuple[list[Box], list[Box], list[Box]]:
     if segment.numel == 0:  # a box without elements says that the tensor exists
         box = Box((0,) * len(segment.shape), tuple(segment.shape), 0)
         return [], [box] if comm.place == 0 else [], []
-    begin, end, skip = flat.local(sharded.segment)
-    end = skip + end - begin
+    skip, end = flat.local(sharded.segment).elements
     piece = flat.layout.piece(comm.replicas.rank)
     first, last = (
         min(max(flat.shard.begin + at - segment.offset, skip), end)

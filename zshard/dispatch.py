@@ -254,8 +254,7 @@ def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:
             f"{target.fqn}: cannot copy a tensor of shape {tuple(whole.shape)} into a parameter "
             f"of shape {tuple(segment.shape)}"
         )
-    skip = target.flat.local(target.segment).skip
-    return segment.physical(whole).reshape(-1)[skip : skip + target._numel()]
+    return target.flat.local(target.segment).elements.of(segment.physical(whole).reshape(-1))
 
 
 def _local_of(op: _Operator, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:

@@ -120,8 +120,8 @@ class Flat:
         pieces = [
             None
             if param.is_meta
-            else segment.physical(param.detach()).reshape(-1)[skip : skip + end - begin]
-            for segment, param, (begin, end, skip) in zip(
+            else local.elements.of(segment.physical(param.detach()).reshape(-1))
+            for segment, param, local in zip(
                 self.layout.segments, params, self._locals, strict=True
             )
         ]

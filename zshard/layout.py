@@ -69,6 +69,11 @@ class Local(NamedTuple):
     end: int
     skip: int  # elements of the segment that lie before the range
 
+    @property
+    def elements(self) -> Range:
+        """The part, counted from the segment's first element."""
+        return Range(self.skip, self.skip + self.end - self.begin)
+
 
 @dataclass(frozen=True)
 class Layout:

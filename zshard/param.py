@@ -142,13 +142,12 @@ class Sharded(torch.Tensor):
 
     def _numel(self) -> int:
         """Elements on this rank."""
-        begin, end, _ = self.flat.local(self.segment)
-        return end - begin
+        return self.flat.local(self.segment).elements.numel
 
     def extent(self) -> tuple[object, ...]:
         """Which elements the local slice has: equal for tensors that line up element by element."""
         place, local = self.flat.layout.segments[self.segment], self.flat.local(self.segment)
-        return place.shape, place.stride, local.skip, local.end - local.begin
+        return place.shape, place.stride, local.elements
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "parameter" if self._is_param else "tensor"

@@ -76,8 +76,7 @@ class HeldMaster(Held):
     def __init__(self, flat: Flat, segment: int, mine: Range, *, as_master: bool) -> None:
         place, local = flat.layout.segments[segment], flat.local(segment)
         dtype = flat.dtypes.master if as_master else flat.dtypes.param
-        here = Range(local.skip, local.skip + local.end - local.begin)
-        super().__init__(place.shape, dtype, place.order, here, mine)
+        super().__init__(place.shape, dtype, place.order, local.elements, mine)
         self._flat, self._shift = flat, local.begin - local.skip  # from the segment to the master
 
     def read(self, begin: int, end: int) -> torch.Tensor:

@@ -83,8 +83,7 @@ def saved_range(flat: Flat, segment: int) -> Range:
     comm = flat.schedule.comm
     piece = flat.layout.piece(comm.replicas.rank)
     shard = flat.layout.shard(comm.rank).begin
-    begin, end, skip = flat.layout.local(segment, Range(shard + piece.begin, shard + piece.end))
-    return Range(skip, skip + end - begin)
+    return flat.layout.local(segment, Range(shard + piece.begin, shard + piece.end)).elements
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -164,8 +164,7 @@ def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(param, Sharded):
         return torch.empty_like(param, dtype=dtype)
     flat, segment = param.flat, param.segment
-    begin, end, _ = flat.local(segment)
-    local = torch.empty(end - begin, dtype=dtype, device=flat.device)
+    local = torch.empty(param._numel(), dtype=dtype, device=flat.device)
     kinds = (flat.dtypes.master, flat.dtypes.reduce)
     return Sharded(local, flat, segment, dtype=None if dtype in kinds else dtype)
 

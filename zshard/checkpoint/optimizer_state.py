@@ -130,11 +130,11 @@ def held_state(
     """
     if isinstance(param, Sharded):
         flat, segment = param.flat, param.segment
-        begin, end, skip = flat.local(segment)
+        here, place = flat.local(segment).elements, flat.layout.segments[segment]
         local = value.local if isinstance(value, Sharded) else value
-        if local.ndim == 1 and local.numel() == end - begin:
-            place = flat.layout.segments[segment]
-            return HeldSlice(local, place.shape, place.order, skip, saved_range(flat, segment))
+        if local.ndim == 1 and local.numel() == here.numel:
+            mine = saved_range(flat, segment)
+            return HeldSlice(local, place.shape, place.order, here.begin, mine)
     elif value.shape == param.shape:
         return HeldWhole(value, saves=first)
     elif value.ndim == 1 and value.numel() == param.numel():  # of zshard's optimizers
