@@ -24,7 +24,7 @@ from .flight import Flight, Route
 from .handle import Handle
 from .param import Sharded
 from .pool import Pool, Scratch
-from .refusal import raise_together, tell
+from .refusal import attempt, raise_together
 from .unit import Unit
 
 Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Crew.doing``
@@ -81,12 +81,9 @@ class Reducer:
         """
         if not (self._comm.shards.in_memory and self._pool.lacks_scratch):
             return
-        failure: Exception | None = None
-        try:
-            self._pool.make_scratch()
-        except Exception as error:
-            failure = error
-        if told := tell(failure, self._comm, Tag(0, "backward", "memory")):
+        tag = Tag(0, "backward", "memory")
+        failure, told = attempt(self._pool.make_scratch, self._comm, tag)
+        if told:
             self._pool.drop_scratch()  # some ranks may have made what others have not
             raise_together(failure, told)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from . import errors
@@ -32,12 +32,24 @@ class Refusal(NamedTuple):
         return cls(kind, str(failure), lack=isinstance(failure, NoSharedMemory))
 
 
-def tell(failure: Exception | None, comm: Comm, tag: Tag) -> list[Refusal | None]:
-    """What all ranks refuse, in the order of ``Comm.place``; [] if none does."""
+def attempt(
+    action: Callable[[], object], comm: Comm, tag: Tag
+) -> tuple[Exception | None, list[Refusal | None]]:
+    """Run ``action`` on every rank, and have all learn whether it failed on any.
+
+    Returns:
+        This rank's error; what all ranks refuse, in the order of ``Comm.place``, [] if none does.
+    """
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
     words = comm.all_gather_words([failure is not None], tag)
     if not any(refuses for (refuses,) in words):
-        return []
-    return cast("list[Refusal | None]", comm.all_gather_object(Refusal.of(failure), tag))
+        return None, []
+    told = comm.all_gather_object(Refusal.of(failure), tag)
+    return failure, cast("list[Refusal | None]", told)
 
 
 def raise_together(failure: Exception | None, everyone: Sequence[Refusal | None]) -> None:

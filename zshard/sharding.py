@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -25,7 +26,7 @@ from .place import Place
 from .pool import Pool
 from .precision import Precision
 from .reduction import scratch_sizes
-from .refusal import Refusal, raise_together, tell
+from .refusal import Refusal, attempt, raise_together
 from .shared import NoSharedMemory
 from .strategy import Strategy
 from .transport import say_fallback
@@ -85,13 +86,7 @@ class Sharder:
         tag = Tag(0, "wrap", spec.name or "root")
         made = _Made([], [])
         while True:
-            failure: Exception | None = None
-            try:
-                self._move()
-                self._make(spec, strategy, made)
-            except Exception as error:
-                failure = error
-            told = tell(failure, self._comm, tag)
+            failure, told = attempt(partial(self._make, spec, strategy, made), self._comm, tag)
             if not told:
                 break
             _put_back(made)
@@ -107,6 +102,7 @@ class Sharder:
         return made.flats, places
 
     def _make(self, spec: UnitSpec, strategy: Strategy, made: _Made) -> None:
+        self._move()
         groups = flat_groups(spec, self._precision)
         # What the ranks make together comes before anything that one of them alone may fail in.
         lent = [
@@ -133,12 +129,7 @@ class Sharder:
         while self._comm.shards.in_memory:
             flats = [flat for made in self._done for flat in made.flats if flat.requires_grad]
             pool.reserve_scratch(scratch_sizes(flats, self._comm))
-            failure: Exception | None = None
-            try:
-                pool.make_scratch()
-            except Exception as error:
-                failure = error
-            told = tell(failure, self._comm, Tag(0, "wrap", "root"))
+            failure, told = attempt(pool.make_scratch, self._comm, Tag(0, "wrap", "root"))
             if not told:
                 return
             pool.drop_scratch()
