@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from .agreement import Agreement
 from .crew import Crew
 from .errors import Error, StateError
 from .meeting import Ask
-from .phase import EndOfBackward, Phase
+from .phase import Phase
 from .reduction import Reducer
 from .unit import State, Unit
 from .updates import Updates
@@ -75,7 +76,7 @@ class Backward:
         self.sync = True
         self._reduces = True  # what ``sync`` was as the last backward began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
-        self._end: weakref.ref[EndOfBackward] | None = None
+        self._end: weakref.ref[partial[None]] | None = None
         # What a backward goes through: the forwards since the last one, each with what decides its
         # gathers, and how many backwards there were since those.
         self._since: list[tuple[weakref.ref[Forward], int]] = []
@@ -180,7 +181,9 @@ class Backward:
         else:
             self._reducer.settle()  # where gradients are kept depends on what is there
         engine = torch.autograd.Variable._execution_engine
-        end = EndOfBackward(self._finish)
+        # Autograd calls it at the end, if the backward has not raised, and holds it for exactly as
+        # long as that runs: so a weak reference tells whether it is still under way.
+        end = partial(self._finish)
         engine.queue_callback(end)
         self._end = weakref.ref(end, self._let_go)
 
@@ -252,7 +255,7 @@ class Backward:
 
     # --- exceptions ------------------------------------------------------------------------------
 
-    def _let_go(self, end: weakref.ref[EndOfBackward]) -> None:
+    def _let_go(self, end: weakref.ref[partial[None]]) -> None:
         """Have user code meet the sharded parameters again, should the backward have raised."""
         if self._crew.phase is Phase.BACKWARD and end is self._end:
             for unit in self._units:

@@ -1,10 +1,9 @@
-"""Where in a step a model is, and how the end of a backward is known."""
+"""Where in a step a model is, and what is under way around a call."""
 
 from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -28,21 +27,6 @@ NEXT_PHASES = {
     Phase.FORWARD: (Phase.IDLE, Phase.BACKWARD),
     Phase.BACKWARD: (Phase.IDLE,),
 }
-
-
-class EndOfBackward:
-    """What autograd calls at the end of a backward, if that has not raised.
-
-    Autograd holds it for exactly as long as the backward runs, so a weak reference to it tells
-    whether a backward that has not ended is still under way.
-    """
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        """End the backward."""
-        self._function()
 
 
 def inside_backward() -> bool:
