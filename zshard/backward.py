@@ -330,7 +330,8 @@ class Backward:
         if self._crew.phase is Phase.BACKWARD and not reduces:
             # A micro-batch is missing on this rank, and the others are not there to be told.
             self._lost = self._crew.has_peers
-            self._reducer.forget_held_back()
+            for flat in self._reducer.flats:
+                flat.grads.forget_held_back()
         if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
             self._agreement.finish()
             if reduces:

@@ -64,7 +64,7 @@ class Comm:
         self,
         mesh: dist.ProcessGroup | DeviceMesh | None,
         device: torch.device,
-        transport: Transport = "group",
+        transport: Transport,
         failure: Exception | None = None,
     ) -> None:
         replicas, shards = groups_of(mesh)

@@ -30,7 +30,7 @@ class Handle:
         over: Ranks,
         op: str,
         tag: Tag,
-        transfer: Transfer | None = None,
+        transfer: Transfer | None,
     ) -> None:
         self._comm, self._work, self._mark, self._over = comm, work, mark, over
         self._op, self._tag = op, tag

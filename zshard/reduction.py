@@ -158,11 +158,6 @@ class Reducer:
             handle.wait()
         self._summary_handles = []
 
-    def forget_held_back(self) -> None:
-        """Forget the micro-batches that no_sync holds."""
-        for flat in self.flats:
-            flat.grads.forget_held_back()
-
     def drop(self) -> None:
         """Forget every gradient, and what was known of them."""
         for flat in self.all_flats:

@@ -14,7 +14,7 @@ from ..param import Sharded
 _CONTEXT = 2048  # of a preset, if the batch has no longer sequences
 
 
-def model_of(model: object, context: int = 0) -> nn.Module:
+def model_of(model: object, context: int) -> nn.Module:
     """The module that ``model`` stands for, on the meta device where it is made here.
 
     Args:
