@@ -91,7 +91,7 @@ class Comm:
         with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):
             for over in self.axes:
                 over.find_hosts()
-            self.shards = over_memory(asked, self.shards, self.replicas, device)
+            self.shards = over_memory(asked, self.shards, self.replicas)
 
     @property
     def size(self) -> int:

@@ -7,8 +7,6 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-import torch
-
 from .processes import Life, Processes, close_all, descriptor_path
 
 if TYPE_CHECKING:
@@ -24,10 +22,10 @@ class _Place(NamedTuple):
     proof: bytes  # that a process is the one meant: another host may have one of the same number
 
 
-def find_each_other(ranks: Ranks, device: torch.device) -> tuple[Processes | None, str]:
+def find_each_other(ranks: Ranks) -> tuple[Processes | None, str]:
     """The ranks' processes, or why one of them is out of reach. All ranks have to call."""
     linux = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    possible = linux and device.type in ("cpu", "cuda") and ranks.backend != "fake"
+    possible = linux and ranks.device.type in ("cpu", "cuda") and ranks.backend != "fake"
     made, proof, problem = -1, secrets.token_bytes(16), ""
     try:
         if possible:
@@ -38,7 +36,9 @@ def find_each_other(ranks: Ranks, device: torch.device) -> tuple[Processes | Non
     mine = _Place(socket.gethostname(), os.getpid(), descriptor_path(made), proof)
     lives: list[Life] = []
     if not possible:
-        what = "simulated ranks" if ranks.backend == "fake" else f"ranks with memory of {device}"
+        what = (
+            "simulated ranks" if ranks.backend == "fake" else f"ranks with memory of {ranks.device}"
+        )
         problem = f"on host {mine.host}, {what} cannot share it"
     for rank, told in enumerate(ranks.all_gather_object(mine)):
         if problem:

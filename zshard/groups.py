@@ -97,7 +97,7 @@ class Ranks:
         if len(set(self.all_gather_object(_host()))) > 1:
             self._messenger = Messenger(self.group, self.rank, self.size)
         else:
-            self.found = find_each_other(self, self.device)
+            self.found = find_each_other(self)
 
     @property
     def _processes(self) -> Processes | None:

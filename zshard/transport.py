@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast, get_args
 from weakref import WeakSet
 
-import torch
-
 from .discovery import find_each_other
 from .errors import InputError, MismatchError, WrapError
 from .groups import Ranks
@@ -99,9 +97,7 @@ class _Hindrance(NamedTuple):
     lack: bool  # of memory; otherwise they are out of reach
 
 
-def over_memory(
-    transport: Transport, shards: Ranks, replicas: Ranks, device: torch.device
-) -> Ranks:
+def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
     """``shards`` over shared memory if that is asked for; for "auto", where all of them can.
 
     Raises:
@@ -110,14 +106,14 @@ def over_memory(
     if shards.size == 1 or transport == "group":
         return shards
     first = shards.rank == replicas.rank == 0
-    if transport == "auto" and device.type == "cuda":
+    if transport == "auto" and shards.device.type == "cuda":
         if first:
             _LOG.info("comm='group': GPUs read each other's memory where comm='peer' asks for it")
         return shards
     carried: Ranks | None = None
     hindrance: _Hindrance | None = None
     if shards.size <= _MOST_RANKS:
-        carried, hindrance = _reached(shards, device)
+        carried, hindrance = _reached(shards)
     else:
         hindrance = _Hindrance(f"{shards.size} ranks, where {_MOST_RANKS} is the most", lack=False)
     if replicas.size > 1:
@@ -145,13 +141,13 @@ def say_fallback(why: str, level: int) -> None:
     _LOG.log(level, "comm='group', because of %s", why)
 
 
-def _reached(ranks: Ranks, device: torch.device) -> tuple[Ranks | None, _Hindrance | None]:
+def _reached(ranks: Ranks) -> tuple[Ranks | None, _Hindrance | None]:
     """``ranks`` over shared memory, or what hinders them; alike on all of them."""
-    group = ranks.group
+    group, device = ranks.group, ranks.device
     assert group is not None
     if ranks.neighbours is not None:
         return PeerRanks(group, device, ranks.neighbours), None
-    processes, problem = ranks.found or find_each_other(ranks, device)
+    processes, problem = ranks.found or find_each_other(ranks)
     problems = [str(each) for each in ranks.all_gather_object(problem)]
     if any(problems):
         rank = next(rank for rank, each in enumerate(problems) if each)
