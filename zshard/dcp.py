@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from . import ops
 from .boxes import Box, boxes_of
+from .checkpoint.inventory import saved_range
 from .errors import StateError
 from .handles import storage_of
 from .param import Sharded
@@ -99,12 +100,8 @@ def _parts(sharded: Sharded) -> tuple[list[Box], list[Box], list[Box]]:
         box = Box((0,) * len(segment.shape), tuple(segment.shape), 0)
         return [], [box] if comm.place == 0 else [], []
     skip, end = flat.local(sharded.segment).elements
-    piece = flat.layout.piece(comm.replicas.rank)
-    first, last = (
-        min(max(flat.shard.begin + at - segment.offset, skip), end)
-        for at in (piece.begin, piece.end)
-    )
-    before, own, after = (skip, first), (first, last), (last, end)
+    own = saved_range(flat, sharded.segment)
+    before, after = (skip, own.begin), (own.end, end)
     return boxes_of(segment, *before), boxes_of(segment, *own), boxes_of(segment, *after)
 
 
