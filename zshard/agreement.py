@@ -61,7 +61,7 @@ class Agreement:
         self._give_up = give_up
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
-        self._trained: list[int] = []  # units to be reduced, in the order of last resort
+        self._trained: list[int] = []  # units to be reduced; where no need says when, in this order
         self._programs = Programs()
         self._key: Key = ()
         self._backward: Key = ()  # the last one's
@@ -101,7 +101,7 @@ class Agreement:
             label: what errors call it.
             reduces: whether it ends with every unit reduced.
             word: what to tell the other ranks besides.
-            gathers: whether it consists of any gathers or reductions.
+            gathers: whether it consists of any gathers or reductions; else it is a meeting alone.
 
         Returns:
             The words of all ranks.

@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 class Crew:
-    """Gathers, frees and reduces units; decides nothing.
+    """Gathers, frees and reduces units; when, the schedule and the agreement decide.
 
     Attributes:
         phase: where in a step the model is; ``turn_to`` alone changes it.

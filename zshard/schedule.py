@@ -121,6 +121,7 @@ class Schedule:
                 torch.clear_autocast_cache()
             self.crew.turn_to(Phase.FORWARD)
             self._order, self._kept = [], None
+        # Else activation checkpointing recomputes all of the model, and the phase is BACKWARD.
         self.root.passage.enter((args, kwargs))
         self.obtain(self.root)
         self.crew.enter("forward", self.root)
@@ -131,7 +132,7 @@ class Schedule:
         return None
 
     def _begin_forward(self) -> None:
-        word = 2 * self.updates.word() + self.buffers.ask()
+        word = 2 * self.updates.word() + self.buffers.ask()  # the latter in the lowest bit
         words = self.agreement.begin(Ask.FORWARD, self.crew.gathered, "a forward", word=word)
         self.updates.check([word >> 1 for word in words])
         self.backward.begin_forward()

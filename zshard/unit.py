@@ -75,7 +75,8 @@ class Unit:
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self.passage = Passage()  # of the forward under way
-        self.handled = id(None)  # of the exception that is handled around the forward under way
+        # Of the exception that the forward's caller handles; what ends the forward is another.
+        self.handled = id(None)
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
         self.last_hook = 0  # id of the forward hook that ends the module's forward
         self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None

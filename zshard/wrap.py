@@ -128,7 +128,7 @@ def wrap(
     if where is None and failure is not None:
         where, device = _device_of(model), None
     where = where or default_device(device, mesh)
-    transport = Comm(mesh, where, comm, failure)
+    transport = Comm(mesh, where, comm, failure)  # raises, on every rank, if one of them has failed
     meta = on_meta(model)
     if transport.world > 1 and init != "trust":
         in_units = {name for spec in specs for owned in spec.params for name in owned.names}
