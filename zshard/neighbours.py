@@ -50,7 +50,6 @@ class Neighbours:
         self.token = str(ranks.all_gather_object(secrets.token_hex(8))[0])
         self.failed = ""
         self._ranks, self._processes = ranks, processes
-        self._group = group  # so that no other one takes its id; see `known`
         self._seconds = timeout_of(group, ranks.device).total_seconds()
         self._arena = Arena(ranks)
         self._mailbox = self._arena.window(_MAILBOX_BYTES)
@@ -266,7 +265,7 @@ def _sum(rows: torch.Tensor, maximum: bool) -> torch.Tensor:
     return total
 
 
-# By the id of the group, as long as a model is wrapped over it.
+# By the id of the group, which a `Neighbours` keeps (by its ranks) so that no other takes it.
 known: weakref.WeakValueDictionary[int, Neighbours] = weakref.WeakValueDictionary()
 
 

@@ -21,7 +21,6 @@ class _Part(NamedTuple):
     """What an optimizer has of one wrapped model."""
 
     schedule: Schedule
-    device: torch.device
     params: list[Sharded]  # those that have a gradient, on any rank
     non_finite: torch.Tensor | None  # the reduction's, where it looked at exactly these gradients
 
@@ -80,19 +79,19 @@ class GradScaler(torch.amp.GradScaler):
         found = found_inf
         for verdict in seen.values():
             found = torch.maximum(found, verdict.to(found.device))
-        for schedule, device, present, known in parts:
+        for schedule, present, known in parts:
             # A scale on a GPU, which the host would wait for, is what these have made of it.
             rule = (self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
             scale = float(inv_scale) if inv_scale.is_cpu else self._init_scale
             schedule.updates.note("the scale and the settings of GradScaler", (scale, *rule))
-            factor = inv_scale.to(device)
+            factor = inv_scale.to(schedule.device)
             if known is None:
                 verdict = _check_and_multiply(present, factor)
             else:
                 verdict = (known != 0).float()
                 if divide:
                     schedule.reducer.scale_by(factor, unscales=True)
-            found = torch.maximum(found.to(device), verdict)
+            found = torch.maximum(found.to(schedule.device), verdict)
             if plain or known is None:
                 schedule.begin_call("a look for gradients that are not finite")
                 tag = Tag(schedule.crew.step, "reduce", "non-finite")
@@ -120,7 +119,7 @@ def _parts(params: Sequence[torch.Tensor], divide: bool) -> list[_Part]:
                     "(zshard.Precision.fp16()); or give all of the model's gradients to one "
                     "of zshard's optimizers and leave them as backward made them."
                 )
-        parts.append(_Part(schedule, given[0].device, present, known))
+        parts.append(_Part(schedule, present, known))
     return parts
 
 
