@@ -123,3 +123,43 @@ def test_a_mask_may_be_written_through() -> None:
     with torch.no_grad():
         param.masked_fill_(param > 0, 0.0)
     assert (zshard.full_param(model, name) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init_scale": "x"}, "init_scale='x': expected a number between 0 and inf"),
+        ({"init_scale": -1.0}, "init_scale=-1.0: expected a number between"),
+        ({"growth_factor": 1.0}, "growth_factor=1.0: expected a number between 1 and inf"),
+        ({"backoff_factor": 1.0}, "backoff_factor=1.0: expected a number between 0 and 1"),
+        ({"growth_interval": 0}, "growth_interval=0: expected a number of steps"),
+        ({"growth_interval": 0.5}, "growth_interval=0.5: expected a number of steps"),
+    ],
+)
+def test_settings_of_a_scaler_are_looked_at_when_it_is_made(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(zshard.InputError, match=message):
+        zshard.GradScaler("cpu", **settings)
+    assert not zshard.GradScaler("cpu", **settings, enabled=False).is_enabled()  # as torch's
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scales[0]
+
+
+@pytest.mark.parametrize("units", [["blocks"], [nn.ModuleList], ["blocks.0", "scales"]])
+def test_a_container_that_is_never_called_is_no_unit(units: list[object]) -> None:
+    model = Lists()
+    with pytest.raises(zshard.InputError, match=r"units: '\w+' is a \w+List, which has no forward"):
+        zshard.wrap(model, units=units)
+    zshard.wrap(model, units=lambda name, _: name != "scales")  # "blocks" owns nothing then
+    assert model(torch.ones(2)).shape == (2,)

@@ -53,6 +53,15 @@ def test_the_command_prints_a_table_of_strategies_and_what_fits(
     assert lines[-1] == "Into 80 GB over 8 ranks: zero1 fits."
 
 
+def test_a_strategy_goes_by_fsdps_names_too(command: Command) -> None:
+    by_either = [
+        command("gpt:7b", "--world", 8, "--strategy", name, "--json").stdout
+        for name in ("zero2", "shard_grad_op")
+    ]
+    assert by_either[0] == by_either[1] and json.loads(by_either[0])["strategy"] == "zero2"
+    assert command("gpt:7b", "--world", 8, "--strategy", "zero4").returncode == 2
+
+
 def test_the_command_prints_json(command: Command) -> None:
     done = command("gpt:7b", "--world", 8, "--hbm", "80GiB", "--json")
     printed = json.loads(done.stdout)

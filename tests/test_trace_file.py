@@ -117,6 +117,10 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
         zshard.merge_traces(tmp_path / "whole.json", [part, part])
     with pytest.raises(zshard.InputError, match=r"parts='a\.json': expected a list"):
         zshard.merge_traces(tmp_path / "all.json", "a.json")
+    with pytest.raises(zshard.InputError, match="parts=3: expected a list"):
+        zshard.merge_traces(tmp_path / "all.json", 3)
+    with pytest.raises(zshard.InputError, match="merge_traces: 3 is not what"):
+        zshard.merge_traces(tmp_path / "all.json", [3])
     with pytest.raises(zshard.InputError, match="no parts"):
         zshard.merge_traces(tmp_path / "whole.json", [])
     others = [kNoRank.replace("{}", other) for other in ("5", '{"rank": [1]}')]
@@ -152,6 +156,8 @@ def test_a_file_is_written_whole_or_not_at_all(
             read(tmp_path)
         with pytest.raises(zshard.InputError, match="'' is no file's name"):
             read("")
+        with pytest.raises(zshard.InputError, match="3 is no file's name"):
+            read(3)
         with pytest.raises(zshard.InputError, match="cannot be written: embedded null byte"):
             read(f"{tmp_path}/\0")
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]

@@ -24,6 +24,7 @@ from .options import TrainOptions, resolve
 from .output import check_output
 from .planning.command import add_plan, run_plan
 from .steptrace import make_folder
+from .strategy import zero_name
 from .trainplan import plan_of
 
 _FAILED, _USAGE = 1, 2  # exit statuses
@@ -175,8 +176,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     sharding.add_argument(
         "--strategy",
+        type=zero_name,
         choices=("zero3", "zero2", "zero1", "ddp"),
-        help=f"what is sharded (default: {defaults.strategy})",
+        help=f"what is sharded, by these or FSDP's names (default: {defaults.strategy})",
     )
     sharding.add_argument(
         "--precision",

@@ -16,11 +16,11 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -
     Raises:
         InputError: for a path that cannot be written; nothing is left of it.
     """
-    whole = Path(path)
     try:
+        whole = Path(path)
         part = whole.with_name(f".{whole.name}.{os.getpid()}.part")
-    except ValueError as error:  # "" and "/" have no name
-        raise InputError(f"{str(path)!r} is no file's name") from error
+    except (TypeError, ValueError) as error:  # "" and "/" have no name
+        raise InputError(f"{path!r} is no file's name") from error
     try:
         write(part)
         os.replace(part, whole)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
+from numbers import Real
 from types import SimpleNamespace
 from typing import NamedTuple, cast
 
@@ -49,10 +51,36 @@ class GradScaler(torch.amp.GradScaler):
         enabled: False makes ``step`` the optimizer's own, and the other methods do nothing.
 
     Raises:
-        InputError: from ``unscale_`` and ``step``, for fp16 gradients that it would have to divide
-            in place. It is a ValueError, as torch's is.
+        InputError: for a setting out of range; from ``unscale_`` and ``step``, for fp16 gradients
+            that it would have to divide in place. It is a ValueError, as torch's is.
         StateError: from the same, after a backward that raised, or inside no_sync.
     """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        for name, value, low, high in (
+            ("init_scale", init_scale, 0.0, math.inf),
+            ("growth_factor", growth_factor, 1.0, math.inf),
+            ("backoff_factor", backoff_factor, 0.0, 1.0),
+        ):
+            if enabled and not (isinstance(value, Real) and low < value < high):
+                raise InputError(
+                    f"GradScaler: {name}={value!r}: expected a number between {low:g} and {high:g}"
+                )
+        if enabled and not (isinstance(growth_interval, int) and growth_interval > 0):
+            raise InputError(
+                f"GradScaler: growth_interval={growth_interval!r}: expected a number of steps"
+            )
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
 
     def _unscale_grads_(
         self,

@@ -41,8 +41,8 @@ _BY_NAME = {
 
 
 def zero_name(choice: str) -> str:
-    """The ZeRO name of a strategy that is given by either name."""
-    return _BY_NAME[choice].name
+    """The ZeRO name of a strategy that is given by either name; another word as it is."""
+    return _BY_NAME[choice].name if choice in _BY_NAME else choice
 
 
 Choice = str | Callable[[str, nn.Module], str]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def save(trace: Trace, path: str | PathLike[str]) -> None:
     write_whole(path, lambda part: part.write_text(json.dumps(content), encoding="utf-8"))
 
 
-def merge_traces(path: str | PathLike[str], parts: Sequence[str | PathLike[str]]) -> None:
+def merge_traces(path: str | PathLike[str], parts: Iterable[str | PathLike[str]]) -> None:
     """Make one file of those that the ranks have saved: a process a rank, on one clock.
 
     Args:
@@ -48,8 +48,9 @@ def merge_traces(path: str | PathLike[str], parts: Sequence[str | PathLike[str]]
         InputError: for a part that is no such file, two of one rank, or a path that cannot be
             written.
     """
-    if isinstance(parts, (str, PathLike)):
+    if isinstance(parts, (str, PathLike)) or not isinstance(parts, Iterable):
         raise InputError(f"merge_traces: parts={parts!r}: expected a list of the ranks' files")
+    parts = list(parts)
     contents = [_read(part) for part in parts]
     if not contents:
         raise InputError("merge_traces: there are no parts to be merged")
@@ -82,7 +83,7 @@ def _read(part: str | PathLike[str]) -> Json:
             if isinstance(other, dict) and type(other.get("rank")) is int:
                 return content
         reason = f"it lacks {', '.join(sorted(keys))} or its rank"
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         reason = str(error)
     raise InputError(f"merge_traces: {part} is not what Trace.save has written: {reason}")
 

@@ -61,7 +61,8 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
     weight) to the root, which is gathered while any of them is.
 
     Raises:
-        InputError: for a ``units`` that cannot be understood or names no module of the model.
+        InputError: for a ``units`` that cannot be understood, names no module of the model, or a
+            container that is never called.
     """
     names = {name for name in unit_names(model, units) if name}
     home: dict[str, int] = {"": 0}  # module name -> index of the innermost unit around it
@@ -80,12 +81,17 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
     for owned in owned_parameters(model, ignored):
         around = {home[path.rpartition(".")[0]] for path in owned.names}
         params[around.pop() if len(around) == 1 else 0].append(owned)
-    return _without_empty(
-        [
-            UnitSpec(name, module, parent, tuple(own))
-            for (name, module), parent, own in zip(found, parents, params, strict=True)
-        ]
-    )
+    specs = [
+        UnitSpec(name, module, parent, tuple(own))
+        for (name, module), parent, own in zip(found, parents, params, strict=True)
+    ]
+    for spec in specs[1:]:
+        if spec.params and type(spec.module) in _NEVER_CALLED:
+            raise InputError(
+                f"units: {spec.name!r} is a {type(spec.module).__name__}, which has no forward to "
+                "gather it for. Make its members units, or the module around it."
+            )
+    return _without_empty(specs)
 
 
 def owned_parameters(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[Owned]:

@@ -16,6 +16,7 @@ import torch
 from .. import bench
 from ..errors import InputError
 from ..precision import Precision
+from ..strategy import zero_name
 from ..transport import Transport
 from .fit import STRATEGIES
 from .footprint import STATES
@@ -42,7 +43,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="gpt:7b and other sizes; the config.json of a transformers model, or its folder",
     )
     parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks to shard over")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="zero3", help="default: zero3")
+    parser.add_argument(
+        "--strategy",
+        type=zero_name,
+        choices=STRATEGIES,
+        default="zero3",
+        help="by these or FSDP's names (default: zero3)",
+    )
     parser.add_argument(
         "--units", choices=("model", "layer"), help="default: the repeated blocks, as in wrap"
     )
