@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from .errors import InputError, OptimizerError, ShardedAccessError, StateError
+from .errors import OptimizerError, ShardedAccessError, StateError
 from .handles import storage_of
 from .param import Sharded, ShardedGrad
+from .slices import own_slice, recut
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -79,6 +80,8 @@ def _operator(func: Any) -> _Operator:
 def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Carry ``func`` out on the local slices.
 
+    A collective where tensors meet that are cut in different places; see ``slices.recut``.
+
     Raises:
         ShardedAccessError: if it needs whole tensors.
         StateError: if it would change a parameter's dtype or device.
@@ -94,7 +97,8 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     if not op.elementwise:
         _refuse_whole_tensor_op(op.name, sharded[0])
     if len(sharded) > 1:
-        _refuse_different_layouts(op, args, kwargs)
+        args, kwargs = _cut_alike(op, args, kwargs)
+        sharded = _sharded_in((*args, *kwargs.values()))
     if func in _ALIASES and sharded[0]._local is None:
         _note_alias(sharded[0], alias := Sharded(None, sharded[0].flat, sharded[0].segment))
         return alias
@@ -198,18 +202,41 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
     )
 
 
-def _refuse_different_layouts(
+def _cut_alike(
     op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
-) -> None:
-    for together in _computed_together(op, args, kwargs):
-        for first, other in pairwise(together):
-            same = other.flat is first.flat and other.segment == first.segment
-            if not same and other.extent() != first.extent():
-                raise ShardedAccessError(
-                    f"{op.name} of {first.fqn!r} and {other.fqn!r}: this rank holds "
-                    "different parts of the two. Wrap their modules apart, in which units are cut "
-                    "alike, or work on whole parameters inside zshard.full_params(model)."
-                )
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments, those cut in the same places that meet element by element.
+
+    What is written stays as it is cut, or else what comes first.
+    """
+    rows = _computed_together(op, args, kwargs)
+    if all(_same_cut(first, other) for row in rows for first, other in pairwise(row)):
+        return args, kwargs
+    written = {id(each) for each in _mutated(op, args, kwargs)}
+
+    def recut_in_row(index: int, value: object) -> object:
+        row = rows[index if op.of_lists else 0]
+        like = next((each for each in row if id(each) in written), row[0] if row else None)
+        if not isinstance(value, Sharded) or like is None or _same_cut(like, value):
+            return value
+        if id(value) in written:
+            raise ShardedAccessError(
+                f"{op.name} would change {like.fqn!r} and {value.fqn!r}, of which this rank holds "
+                "different parts. Work on whole parameters inside zshard.full_params(model)."
+            )
+        return recut(value, like, op.name)
+
+    def change(value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            return type(value)(recut_in_row(index, each) for index, each in enumerate(value))
+        return recut_in_row(0, value)
+
+    return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
+
+
+def _same_cut(one: Sharded, other: Sharded) -> bool:
+    same = other.flat is one.flat and other.segment == one.segment
+    return same or other.cut() == one.cut()
 
 
 def _computed_together(
@@ -240,21 +267,6 @@ def _copy_into_split(target: Sharded, source: object) -> None:
     target.flat.before_write()
     target.flat.master.store(begin, value)
     target.flat.updated(send_written=True)
-
-
-def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of ``whole``, a tensor like ``target``.
-
-    Raises:
-        InputError: if it has another shape.
-    """
-    segment = target.flat.layout.segments[target.segment]
-    if whole.shape != segment.shape:
-        raise InputError(
-            f"{target.fqn}: cannot copy a tensor of shape {tuple(whole.shape)} into a parameter "
-            f"of shape {tuple(segment.shape)}"
-        )
-    return target.flat.local(target.segment).elements.of(segment.physical(whole).reshape(-1))
 
 
 def _local_of(op: _Operator, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:

@@ -316,7 +316,7 @@ def _slice_of(value: torch.Tensor) -> torch.Tensor:
 def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether ``value`` can be copied into the state ``own`` of ``param``."""
     if isinstance(value, Sharded):
-        return isinstance(param, Sharded) and own.ndim == 1 and value.extent() == param.extent()
+        return isinstance(param, Sharded) and own.ndim == 1 and value.cut() == param.cut()
     # A step is 0-d, in torch.optim too.
     return value.shape == own.shape or (own.ndim == 1 and value.shape == param.shape)
 

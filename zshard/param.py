@@ -144,10 +144,14 @@ class Sharded(torch.Tensor):
         """Elements on this rank."""
         return self.flat.local(self.segment).elements.numel
 
-    def extent(self) -> tuple[object, ...]:
-        """Which elements the local slice has: equal for tensors that line up element by element."""
-        place, local = self.flat.layout.segments[self.segment], self.flat.local(self.segment)
-        return place.shape, place.stride, local.elements
+    def cut(self) -> tuple[object, ...]:
+        """Which rank has which elements: equal for tensors that line up element by element."""
+        layout = self.flat.layout
+        place, size = layout.segments[self.segment], layout.shard_size
+        if not self.flat.needs_gather:  # every rank has all
+            return place.shape, place.stride
+        first, begin = divmod(place.offset, size)
+        return place.shape, place.stride, first, range(size - begin, place.numel, size)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "parameter" if self._is_param else "tensor"

@@ -14,11 +14,11 @@ from torch import nn
 from . import agree
 from .comm import Tag
 from .digest import digest
-from .dispatch import own_slice
 from .errors import InputError, StateError
 from .flat import Flat, user_attributes
 from .param import Sharded
 from .schedule import Schedule
+from .slices import own_slice
 from .unit import State
 from .wrap import schedule_of
 
