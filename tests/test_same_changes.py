@@ -187,6 +187,37 @@ def test_other_learning_rates_are_an_error_on_all(kind: str, rate: object, what:
     assert run_ranks(other_rates, 2, kind, rate, True) == [[], []]
 
 
+def other_states(rank: int, world_size: int, state: str, shift: float) -> list[str]:
+    """Go on from a plain optimizer's state_dict, of which rank 1 has another."""
+    plain = Blocks()
+    theirs = torch.optim.AdamW(plain.parameters())
+    one_step(plain, 0, 0)
+    theirs.step()
+    found = theirs.state_dict()
+    if rank == 1:
+        found["state"][0][state] += shift
+    model = build()
+    optimizer = zshard.AdamW(model.parameters())
+    optimizer.load_state_dict(found)
+    said = []
+    for step in range(2):
+        try:
+            one_step(model, rank, step)
+            optimizer.step()
+        except zshard.MismatchError as error:
+            said.append(str(error))
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("state", ["exp_avg", "step"])
+def test_other_states_for_an_optimizer_are_an_error_on_all(state: str) -> None:
+    own, other = run_ranks(other_states, 2, state, 1.0)
+    assert own == other and len(own) == 1
+    assert f"{state} of inlet.weight, loaded into AdamW, (by checksum)" in own[0]
+    assert run_ranks(other_states, 2, state, 0.0) == [[], []]
+
+
 def own_gradients(rank: int, world_size: int) -> None:
     """Gradients are each rank's to set: noise, say, that is drawn anew on each."""
     model = build()

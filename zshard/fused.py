@@ -22,7 +22,7 @@ from .flat import Flat
 from .leaf import LiveLeaf
 from .param import Sharded
 from .schedule import LIVE, Schedule
-from .updates import note_step
+from .updates import note_states, note_step
 
 Saved = Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]  # parameters and their states
 ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
@@ -238,6 +238,8 @@ class FusedOptimizer(Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._built_for = []
         self.lay_out()
+        for param, values in saved.items():
+            note_states(type(self).__name__, param, values)
         self._restore(list(saved.items()))
         self.tell_ledgers()
 

@@ -167,6 +167,23 @@ def note_step(name: str, groups: Sequence[Mapping[str, Any]], settings: object) 
             note_many(f"which parameters have gradients in {name}'s step", present)
 
 
+def note_states(name: str, param: torch.Tensor, states: Mapping[str, object]) -> None:
+    """Note whole states of ``param`` that an optimizer is given.
+
+    Those of one dimension may be this rank's slice, and are not compared.
+
+    Args:
+        name: the optimizer's.
+    """
+    if isinstance(param, Sharded) and param.flat.schedule.comm.world > 1:
+        for state, value in states.items():
+            if isinstance(value, Sharded) or not isinstance(value, torch.Tensor):
+                continue
+            if value.ndim != 1:
+                what = f"{state} of {param.fqn}, loaded into {name},"
+                param.flat.schedule.updates.note_many(what, digest(value))
+
+
 def _first_difference(noted: Sequence[dict[str, object]]) -> str:
     """Which of the values that the ranks have noted differs, rank by rank; or ""."""
     for what in dict.fromkeys(what for each in noted for what in each):
