@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 
 import models
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from steps import build, one_step
-from torch import Tensor
+from torch import Tensor, nn
 
 import zshard
 from zshard import flight, groups, ops
@@ -171,3 +172,35 @@ def test_what_was_frozen_and_thawed_lands_in_its_new_memory() -> None:
             grad = zshard.full_grad(model, name)
             assert (grad is None) == (param.grad is None), (trains, name)
             assert grad is None or torch.equal(grad, param.grad), (trains, name)
+
+
+# --- which reductions are landed before a buffer is packed again ---------------------------------
+
+
+class Empty(nn.Module):
+    """A unit whose only trained parameter has no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+def behind_an_empty_one(rank: int, world_size: int, comm: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), Empty(), nn.Linear(6, 6))
+    wrapped = zshard.wrap(copy.deepcopy(plain), units="layer", comm=comm)
+    x = torch.randn(4, 6) + rank
+    for model in (plain, wrapped):
+        model(x).square().mean().backward()
+    for name, param in plain.named_parameters():
+        dist.all_reduce(param.grad)
+        assert torch.equal(zshard.full_grad(wrapped, name), param.grad / world_size), name
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_reductions_behind_an_empty_one_are_landed_too(comm: str) -> None:
+    """It is in no buffer's way, and stays under way; those after it are in the next one's."""
+    run_ranks(behind_an_empty_one, 2, comm, timeout=20)

@@ -103,6 +103,31 @@ def test_a_reduce_buffer_that_is_in_use_shows() -> None:
         assert any("zshard::pack_" in race for race in races)
 
 
+def in_another_order(rank: int, world_size: int) -> list[str]:
+    """Blocks that follow one another in backward, and whose reduce buffer is the same one."""
+    take(Double())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        here = lambda device: torch.cuda.current_stream(device).record_event()  # noqa: E731
+        monkeypatch.setattr(symmetric, "mark_here", here)
+        with modelled({"comm": "peer"}) as (model, trained):
+            trained.order = (0, 2, 1)
+            for step in range(2):
+                one_step(trained, rank, step)
+    return sorted(set(model.races))
+
+
+def test_a_reduce_buffer_is_waited_for_whichever_reduction_has_it() -> None:
+    assert run_ranks(in_another_order, 2) == [[]] * 2
+
+
+def test_on_one_rank_too_where_another_lands_in_its_shard() -> None:
+    """A unit without gradients so far is packed into its shard, those after it into one buffer."""
+    with modelled({}) as (model, trained):
+        for trained.order in ((0, 1), (0, 1, 2)):  # the second adds to what blocks 0 and 1 have
+            one_step(trained, 0, 0)
+    assert sorted(set(model.races)) == []
+
+
 def waited_for(rank: int, world_size: int, comm: str) -> list[int]:
     """Reductions that the compute stream waits for, as each of four begins and at the end."""
     take(Double())

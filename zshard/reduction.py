@@ -179,7 +179,8 @@ class Reducer:
         for flat in unit.flats:
             if flat.requires_grad:
                 route = self._route_of(flat)
-                while self._in_flight and not self._in_flight[0].leaves_free(route):
+                # In order, up to the last one that is in the way: another may lie before it.
+                while not all(flight.leaves_free(route) for flight in self._in_flight):
                     self._in_flight.pop(0).land()
                 self._comm.reclaim(route.packed, tag)
                 with self._comm.shards.attending():
