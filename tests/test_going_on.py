@@ -11,6 +11,7 @@ from models import Blocks
 from ranks import RankFailure, run_ranks
 from steps import batch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zshard
 
@@ -297,3 +298,49 @@ def test_aliases_may_be_taken_in_inference_mode() -> None:
     for now, then in zip(model.parameters(), kept, strict=True):
         assert torch.equal(now.local, then.local)
     model(torch.ones(2, 4)).sum().backward()
+
+
+class Recomputed(nn.Module):
+    """Three blocks, of which two are recomputed as one, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.split = 0  # where what is recomputed as one ends
+
+    def forward(self, x: Tensor) -> Tensor:
+        for begin, end in ((0, self.split), (self.split, 3)):
+            if begin < end:
+                part = nn.Sequential(*self.blocks[begin:end])
+                x = checkpoint(part, x, use_reentrant=False) if self.split else part(x)
+        return x
+
+
+def two_backwards(rank: int, world_size: int, comm: str) -> tuple[list[str], Tensor]:
+    """Two backwards of one forward, whose first takes another way than before on rank 1 alone."""
+    torch.manual_seed(0)
+    model = zshard.wrap(Recomputed(), comm=comm, units="layer", prefetch=0)
+    optimizer = zshard.SGD(model.parameters(), 0.1)
+    ends = []
+    for step in range(4):
+        model.split = 2 if step < 2 else (0, 1)[rank]
+        for _ in range(3):
+            try:
+                y = model(torch.ones(2, 6))
+                y[:, :3].sum().backward(retain_graph=True)
+                y[:, 3:].square().sum().backward()
+                optimizer.step()
+                ends.append("made")
+            except zshard.Error as error:
+                ends.append(type(error).__name__)
+            optimizer.zero_grad()
+            if ends[-1] == "made":
+                break
+    return ends, zshard.full_param(model, "blocks.0.weight")
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_ranks_stay_in_step_where_the_first_of_two_backwards_is_refused(comm: str) -> None:
+    (own, mine), (other, theirs) = run_ranks(two_backwards, 2, comm, timeout=20)
+    assert own == other and own.count("made") == 4 and "StateError" in own
+    assert torch.equal(mine, theirs)

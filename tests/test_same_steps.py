@@ -155,3 +155,41 @@ def test_other_loss_scales_are_an_error_on_all() -> None:
     own, other = run_ranks(told, 2, scales, (256.0, 512.0))
     assert own == other and "the scale and the settings of GradScaler" in own
     assert run_ranks(told, 2, scales, (256.0, 256.0)) == ["", ""]
+
+
+class Either(nn.Module):
+    """Two units, of which a forward runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.parts[which](x)
+
+
+kOptimizers = {
+    "zshard.SGD": partial(zshard.SGD, lr=0.1),
+    "zshard.AdamW": zshard.AdamW,
+    "SGD": partial(torch.optim.SGD, lr=0.1, foreach=False),
+    "AdamW": partial(torch.optim.AdamW, foreach=True),
+}
+
+
+def held_behind(rank: int, world_size: int, name: str) -> None:
+    """A step with the gradient of one unit, and another that no_sync holds back."""
+    model = zshard.wrap(Either(), units="layer", init="broadcast")
+    optimizer = kOptimizers[name](model.parameters())
+    model(torch.ones(2, 4), 0).sum().backward()
+    with zshard.no_sync(model):
+        model(torch.ones(2, 4), 1).sum().backward()
+    before = zshard.state_dict(model, all_ranks=True)
+    with pytest.raises(zshard.StateError, match="no_sync"):
+        optimizer.step()
+    for key, value in zshard.state_dict(model, all_ranks=True).items():
+        assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("name", kOptimizers)
+def test_a_step_that_is_refused_for_a_held_gradient_changes_nothing(name: str) -> None:
+    run_ranks(held_behind, 2, name)

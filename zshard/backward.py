@@ -143,6 +143,7 @@ class Backward:
                 "reduces have no graph of their own. Differentiate twice before zshard.wrap."
             )
         self._forwards.require_values("a backward")
+        self._reducer.settle()  # what ended the last one elsewhere, before the others are met
         self._settle_trained()
         # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
         # gradient after the other to what is there.

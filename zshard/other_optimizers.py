@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .batches import has_grad
 from .errors import OptimizerError
 from .fused import FusedOptimizer
 from .param import Sharded
@@ -33,6 +34,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
     Raises:
         OptimizerError: if it has states of whole tensors for sharded parameters.
+        StateError: if no_sync holds back a gradient.
     """
     if isinstance(optimizer, FusedOptimizer):
         return
@@ -40,6 +42,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         sharded = [param for param in group["params"] if isinstance(param, Sharded)]
         for param in sharded:
+            has_grad(param)  # which refuses one that no_sync holds back
             _refuse_whole_states(param, optimizer.state.get(param, {}))
         if sharded:
             numbers = {k: _number(group[k]) for k in sorted(group.keys() - _HOW)}
