@@ -142,16 +142,17 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
                 case = f"{model} {arguments.tokens} tokens {precision} N={ranks}"
                 print(f"\n{case}\n{table(sides, parameters)}", flush=True)
                 results.append({"case": case, **found})
+                if arguments.json:  # each time: what has been counted stays, should one fail
+                    write_json(
+                        arguments.json,
+                        {
+                            "benchmark": "bytes",
+                            "environment": facts,
+                            "gloo": arguments.gloo,
+                            "results": results,
+                        },
+                    )
     if arguments.json:
-        write_json(
-            arguments.json,
-            {
-                "benchmark": "bytes",
-                "environment": facts,
-                "gloo": arguments.gloo,
-                "results": results,
-            },
-        )
         print(f"every figure: {arguments.json}")
 
 

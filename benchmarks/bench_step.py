@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
             namespaces=namespaces,
         )
     if "ended_after" in found:
-        not_run = [*not_run, f"FAILED: ended by SIGTERM after {found['ended_after']}"]
+        not_run = [*not_run, f"FAILED: ended {found['because']}; after {found['ended_after']}"]
     losses = cast("dict[str, dict[str, list[float]]]", found["losses"])
     results = [Result(**fields) for fields in cast("list[dict[str, object]]", found["results"])]  # type: ignore[arg-type]
     for case, by_name in losses.items():

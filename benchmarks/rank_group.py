@@ -37,7 +37,8 @@ def run_ranks(
 ) -> dict[str, object]:
     """Call ``main`` on every rank of a process group; return what rank 0 returned.
 
-    Ended by SIGTERM, it returns what rank 0 has given ``keep`` last.
+    Ended by SIGTERM, or where a rank fails, it returns what rank 0 has given ``keep`` last, if it
+    has, with "because": why that is not all.
 
     Args:
         backend: "gloo", "nccl", or "fake": one process that plays rank 0 of ``ranks``, whose
@@ -58,13 +59,17 @@ def run_ranks(
         try:
             while not context.join():
                 pass
-        except SystemExit:
+        except (SystemExit, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             for process in context.processes:
                 process.kill()
                 process.join()
             if not (kept := Path(folder, _KEPT)).exists():
                 raise
-            return cast("dict[str, object]", json.loads(kept.read_text()))
+            because = "by SIGTERM"
+            if not isinstance(error, SystemExit):
+                print(error, file=sys.stderr)
+                because = f"by an error: {str(error).rstrip().splitlines()[-1]}"
+            return {**cast("dict[str, object]", json.loads(kept.read_text())), "because": because}
         finally:
             signal.signal(signal.SIGTERM, before)
         return cast("dict[str, object]", json.loads(Path(folder, "report.json").read_text()))

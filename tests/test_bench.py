@@ -196,8 +196,16 @@ def test_the_ranks_of_a_benchmark_end_before_their_interpreters_do(
     assert len(ended) == 2, "this program's, and that of multiprocessing's resource tracker"
 
 
+@pytest.mark.parametrize(
+    ("ends", "because"),
+    [
+        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", "by SIGTERM"),
+        ("raise MemoryError('none')", "by an error: MemoryError: none"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "by an error: process "),
+    ],
+)
 def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ends: str, because: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -208,7 +216,7 @@ def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
         "    for step in range(2):\n"
         "        rank_group.keep({'step': step})\n"
         "    if dist.get_rank() == 0:\n"
-        "        os.kill(os.getppid(), signal.SIGTERM)\n"
+        f"        {ends}\n"
         "    time.sleep(600)\n"
         "if __name__ == '__main__':\n"
         "    print(rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu))\n"
@@ -216,7 +224,8 @@ def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'benchmarks'}")
     line = [sys.executable, str(program)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
-    assert (done.stdout, done.returncode) == ("{'step': 1}\n", 0), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{{'step': 1, 'because': '{because}")
 
 
 def test_what_the_host_gave_to_others_is_kept_with_the_figures(
