@@ -53,6 +53,7 @@ def test_wrap_onto_a_gpu_that_is_not_there_is_refused() -> None:
     [
         (zshard.AdamW, {"lr": "x"}, "lr='x': expected a number"),
         (zshard.AdamW, {"lr": None}, "lr=None: expected a number"),
+        (zshard.AdamW, {"lr": "1e-3"}, "lr='1e-3': expected a number"),  # as PyYAML reads it
         (zshard.AdamW, {"lr": -1.0}, "none may be negative"),
         (zshard.AdamW, {"eps": "x"}, "eps='x': expected a number"),
         (zshard.AdamW, {"betas": 0.9}, "betas=0.9: expected two numbers"),
@@ -76,6 +77,28 @@ def test_settings_of_an_optimizer_are_looked_at_when_it_and_its_groups_are_made(
     with pytest.raises(zshard.InputError, match=message):
         optimizer.add_param_group({"params": others, **settings})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_setting_that_becomes_no_number_is_refused_at_the_step() -> None:
+    model = build()
+    for kind in (zshard.AdamW, zshard.SGD):
+        optimizer = kind(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["lr"] = "fast"
+        one_step(model, 0, 0)
+        with pytest.raises(zshard.InputError, match="lr='fast': expected a number"):
+            optimizer.step()
+
+
+def test_a_sharded_tensor_has_no_memory_that_others_could_be_given() -> None:
+    weight = next(build().parameters()).detach()
+    for export in (torch.utils.dlpack.to_dlpack, torch.from_dlpack, torch.Tensor.numpy):
+        with pytest.raises((RuntimeError, zshard.Error)):
+            export(weight)
+
+
+def test_forward_past_the_module_is_told_how_to_be_called() -> None:
+    with pytest.raises(zshard.ShardedAccessError, match=r"model\(\.\.\.\), not model\.forward"):
+        build().forward(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,17 @@ def test_tracing_refuses_two_devices() -> None:
         ops.cast_(torch.empty(3), torch.empty(3, device="meta"))
 
 
+@pytest.mark.parametrize("wrong", [None, torch.ones(3).to_sparse()])
+def test_what_is_no_dense_tensor_is_refused_by_name(wrong: torch.Tensor | None) -> None:
+    for op, arguments in (
+        ("cast_", (wrong, torch.ones(3))),
+        ("pack_", (wrong, [], [])),
+        ("reduce_", (torch.ones(3), wrong)),
+    ):
+        with pytest.raises(ops.InputError, match=f"^zshard::{op}: every tensor has to be there"):
+            getattr(ops, op)(*arguments)
+
+
 def digest() -> str:
     """A digest of all memory that large calls leave behind: of several grains, and streamed."""
     sha = hashlib.sha256()

@@ -102,6 +102,11 @@ def test_a_configuration_that_no_model_can_be_built_of_is_refused(
         zshard.plan(config, 2)
 
 
+def test_a_file_that_is_not_there_is_said_to_be_missing() -> None:
+    with pytest.raises(zshard.InputError, match=r"^confg\.json: no such file; expected gpt:7b"):
+        zshard.plan("confg.json", 2)
+
+
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "num_hidden_layers": "many", "hidden_size": []}')

@@ -12,7 +12,7 @@ import zshard
 from zshard.data import Corpus, find_files
 from zshard.gpt import GPT, SIZES, GPTConfig, generate
 from zshard.job import Job, Place
-from zshard.metrics import MetricsLog, StepMetrics, read_metrics
+from zshard.metrics import MetricsLog, StepMetrics, plot_loss, read_metrics
 from zshard.options import TrainOptions
 from zshard.output import output_folder
 
@@ -114,6 +114,14 @@ def test_a_folder_that_cannot_be_used_is_an_error_on_every_rank(tmp_path: Path) 
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("x\n")
     run_ranks(no_folder, 2, tmp_path)
+
+
+def test_a_plot_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "loss.png").mkdir()
+    (tmp_path / "loss.png" / "in the way").write_text("")
+    with pytest.raises(zshard.InputError, match=r"loss\.png cannot be written"):
+        plot_loss([StepMetrics(1, 2.0, 1.0, 0.1, 0.5, 10.0, None)], tmp_path / "loss.png")
+    assert [each.name for each in tmp_path.iterdir()] == ["loss.png"]
 
 
 def test_the_gpt_is_causal_and_its_generation_depends_on_the_seed_alone() -> None:

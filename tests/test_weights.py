@@ -283,6 +283,8 @@ def pretrained(rank: int, size: int, folder: str) -> tuple[Tensor, list[float]]:
         assert buffer.shape == wanted[attribute].shape
     model = zshard.wrap(meta).eval()
     zshard.load_weights(model, folder, rename=lambda n: None if n.endswith("position_ids") else n)
+    with pytest.raises(zshard.InputError, match=r"rename\('.*'\) is 3: expected the model's name"):
+        zshard.load_weights(model, folder, rename=lambda n: 3)
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(kSentences, padding=True, return_tensors="pt")
     with torch.no_grad():

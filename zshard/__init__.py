@@ -27,8 +27,9 @@ from .precision import Precision
 from .scaler import GradScaler
 from .session import method, no_sync, reset, stats, trace
 from .state import state_dict
+from .trace import Trace
 from .trace_file import merge_traces
-from .usage import memory
+from .usage import Memory, memory
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
 from .wrap import wrap
 
@@ -47,6 +48,7 @@ __all__ = [
     "Link",
     "Loaded",
     "Machine",
+    "Memory",
     "MismatchError",
     "MissingPackage",
     "OptimizerError",
@@ -56,6 +58,7 @@ __all__ = [
     "SaveHandle",
     "ShardedAccessError",
     "StateError",
+    "Trace",
     "WrapError",
     "clip_grad_norm_",
     "describe",

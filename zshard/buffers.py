@@ -59,13 +59,16 @@ class Buffers:
         return [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in self._named()]
 
     @torch.no_grad()
-    def broadcast(self) -> None:
+    def broadcast(self, step: int) -> None:
         """Take the values of the first rank.
+
+        Args:
+            step: of training, for errors.
 
         Raises:
             MismatchError: on every rank, if the buffers differ in name, shape or dtype.
         """
-        tag = Tag(0, "broadcast", "buffers")
+        tag = Tag(step, "broadcast", "buffers")
         own = self._facts()
         digests = self._comm.all_gather_words([zlib.crc32("\n".join(own).encode())], tag)
         if digests.count(digests[0]) < len(digests):

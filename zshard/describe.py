@@ -41,8 +41,9 @@ def describe(model: nn.Module) -> str:
     over = f"{comm.size} ranks" if comm.size > 1 else "one rank"
     if comm.replicas.size > 1:
         over += f", {comm.replicas.size} times"
+    units = "1 unit" if len(schedule.units) == 1 else f"{len(schedule.units)} units"
     head = (
-        f"{type(model).__name__}: {total:,} parameters in {len(schedule.units)} units, sharded "
+        f"{type(model).__name__}: {total:,} parameters in {units}, sharded "
         f"over {over} on {schedule.device}; this is rank {comm.place} of {comm.world}"
     )
     table = tabulate(

@@ -197,7 +197,8 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this "
         f"rank holds {first._numel()} elements. In a forward: the parameter is used "
         f"outside the module of its unit {first.flat.unit_label!r}; make the module that uses "
-        "it a unit (zshard.wrap(units=...)). Elsewhere, as in an optimizer that needs whole "
+        "it a unit (zshard.wrap(units=...)); or forward was called past the module: model(...), "
+        "not model.forward(...), gathers. Elsewhere, as in an optimizer that needs whole "
         "matrices (Adafactor, LBFGS): work on whole parameters inside zshard.full_params(model)."
     )
 

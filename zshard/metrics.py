@@ -122,7 +122,11 @@ def _parse(line: str, where: str) -> Line:
 
 
 def plot_loss(metrics: Sequence[Line], path: Path) -> None:
-    """Draws training and validation loss over the steps into a PNG file."""
+    """Draws training and validation loss over the steps into a PNG file.
+
+    Raises:
+        InputError: for a path that cannot be written.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -136,7 +140,7 @@ def plot_loss(metrics: Sequence[Line], path: Path) -> None:
     axes.set_ylabel("loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, format="png")
+    write_whole(path, lambda part: figure.savefig(part, format="png"))
 
 
 class Held(NamedTuple):

@@ -15,6 +15,8 @@ from .fused import FusedOptimizer, ParamGroups
 
 def _number(name: str, value: Any) -> float:
     try:
+        if isinstance(value, str | bytes):  # float() reads them; schedulers do not
+            raise TypeError
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"{name}={value!r}: expected a number") from None
@@ -23,7 +25,7 @@ def _number(name: str, value: Any) -> float:
 def _not_negative(group: Mapping[str, Any], *names: str) -> None:
     if not all(_number(name, group[name]) >= 0 for name in names):
         given = ", ".join(f"{name}={group[name]}" for name in names)
-        raise InputError(f"{given}: none may be negative")
+        raise InputError(f"{given}: none may be negative, or NaN")
 
 
 class _FusedAdam(FusedOptimizer):
@@ -34,7 +36,7 @@ class _FusedAdam(FusedOptimizer):
     def __init__(
         self,
         params: ParamGroups,
-        lr: float,
+        lr: float | torch.Tensor,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
@@ -59,7 +61,7 @@ class _FusedAdam(FusedOptimizer):
         return "exp_avg", "exp_avg_sq"
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        lr, eps, decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
+        lr, eps, decay = (_number(key, group[key]) for key in ("lr", "eps", "weight_decay"))
         beta1, beta2 = map(float, group["betas"])
         return lr, beta1, beta2, eps, decay, float(self._decoupled)
 
@@ -105,7 +107,7 @@ class AdamW(_FusedAdam):
     def __init__(
         self,
         params: ParamGroups,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -126,7 +128,7 @@ class Adam(_FusedAdam):
     def __init__(
         self,
         params: ParamGroups,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -155,7 +157,7 @@ class SGD(FusedOptimizer):
     def __init__(
         self,
         params: ParamGroups,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -182,7 +184,7 @@ class SGD(FusedOptimizer):
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return tuple(float(group[name]) for name in names)
+        return tuple(_number(name, group[name]) for name in names)
 
     def _torch_settings(self) -> dict[str, Any]:
         return {}

@@ -65,6 +65,8 @@ class Sharded(torch.Tensor):
             device=flat.device,
             requires_grad=is_param and flat.trained[segment],
         )
+        # It has no memory of its own: to_dlpack, which asks no subclass, would give a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(self)
         self._local, self.flat, self.segment, self._is_param = local, flat, segment, is_param
         return self
 

@@ -35,7 +35,9 @@ class Precision:
             bytes a parameter less, and the same updates bit for bit; only zshard's optimizers can
             use it. Parameters that compute in fp32 or fp64 are their own master all the same.
         output: dtype that the root module's floating-point outputs are cast to; None leaves them.
-        cast_inputs: cast floating-point inputs of the root module to the compute dtype.
+        cast_inputs: cast floating-point inputs of the root module to the compute dtype. Both find
+            tensors in tuples, lists, dicts, dataclasses and what is registered as a pytree, as the
+            outputs of Hugging Face's models are; not in subclasses of list and dict, or objects.
 
     Raises:
         InputError: for a dtype or master that zshard cannot use, or a split one without bf16.

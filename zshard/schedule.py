@@ -137,7 +137,7 @@ class Schedule:
         self.updates.check([word >> 1 for word in words])
         self.backward.begin_forward()
         if any(word & 1 for word in words):
-            self.buffers.broadcast()
+            self.buffers.broadcast(self.crew.step)
 
     def root_after(self, module: nn.Module, args: object, output: object) -> object:
         """End a forward of the model, or a method; also where an exception leaves it."""

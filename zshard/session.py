@@ -44,7 +44,11 @@ def method(model: nn.Module, name: str) -> Callable[..., Any]:
     """
     schedule = schedule_of(model)
     function = getattr(model, name, None) if isinstance(name, str) else None
-    if not callable(function) or isinstance(function, nn.Module) or name == "forward":
+    if name == "forward":
+        raise InputError(
+            "zshard.method: forward gathers already; call the model itself, model(...)"
+        )
+    if not callable(function) or isinstance(function, nn.Module):
         raise InputError(
             f"zshard.method: {type(model).__name__} has no method {name!r} to be called in place "
             "of forward"

@@ -42,7 +42,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
     for unit in schedule.units:
         unit.require_parameters()
     if all_ranks:
-        schedule.buffers.broadcast()
+        schedule.buffers.broadcast(schedule.crew.step)
     wanted = all_ranks or schedule.comm.place == 0
     whole = [
         [_on_the_host(flat, schedule, wanted) for flat in unit.flats] for unit in schedule.units

@@ -15,7 +15,14 @@ from torch.nn.parameter import is_lazy
 from .errors import InputError, WrapError
 from .precision import Dtypes, Precision
 
-Units = str | Sequence[str] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+Units = (
+    str
+    | Sequence[str]
+    | type[nn.Module]
+    | Sequence[type[nn.Module]]
+    | Callable[[str, nn.Module], bool]
+    | None
+)
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 

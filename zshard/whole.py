@@ -27,7 +27,7 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     """The whole parameter ``name``: the master's value in the parameter's own dtype and shape.
 
     Raises:
-        InputError: if the model has no such parameter.
+        InputError: if the model has no such parameter, or it is whole (``ignored``).
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
@@ -39,7 +39,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     """The whole reduced gradient of ``name``, in the reduce dtype; None where the plain model's is.
 
     Raises:
-        InputError: if the model has no such parameter.
+        InputError: if the model has no such parameter, or it is whole (``ignored``).
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)

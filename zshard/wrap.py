@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,12 @@ from .transport import Transport
 from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
 
+M = TypeVar("M", bound=nn.Module)
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
 
 
 def wrap(
-    model: nn.Module,
+    model: M,
     *,
     strategy: Choice = "zero3",
     units: Units = None,
@@ -53,7 +54,7 @@ def wrap(
     ignored: Iterable[str | nn.Parameter | nn.Module] | None = None,
     device: torch.device | str | None = None,
     init_fn: InitFn | None = None,
-) -> nn.Module:
+) -> M:
     """Shard ``model`` over the ranks, in place.
 
     Names, global shapes, Parameter objects and attributes set on them stay, so an optimizer built

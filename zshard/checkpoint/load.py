@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,7 +20,7 @@ from . import catalogue
 from .held import HeldWhole
 from .inventory import inventory_of, set_extra_state
 from .loading import Match, fill, match_model
-from .manifest import Json, Manifest
+from .manifest import Manifest
 from .manifest_reading import check_files, read_manifest
 from .optimizer_restore import OptimizerMatch, match_optimizer
 from .peers import Peers
@@ -39,7 +40,7 @@ class Loaded:
             checkpoint has and the model does not. Empty lists unless ``strict=False``.
     """
 
-    extra: Json = None
+    extra: Any = None  # what JSON has
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 

@@ -68,6 +68,8 @@ def load_weights(
         named: dict[str, Stored] = {}
         for name, tensor in stored.items():
             new = name if rename is None else rename(name)
+            if new is not None and not isinstance(new, str):
+                raise InputError(f"rename({name!r}) is {new!r}: expected the model's name, or None")
             if new in named:
                 raise InputError(f"rename makes two tensors of {label} {new!r}")
             if new is not None:

@@ -46,6 +46,11 @@ def _of_transformers(model: object) -> nn.Module:
         ) from None
     config = model
     if isinstance(model, str | os.PathLike):
+        if not os.path.exists(model):
+            raise InputError(
+                f"{model}: no such file; expected gpt:7b or another size, or a transformers "
+                "model's config.json or its folder"
+            )
         try:
             config = transformers.AutoConfig.from_pretrained(
                 os.fspath(model), local_files_only=True
