@@ -28,7 +28,7 @@ from .comm import Comm, Tag
 from .crew import Crew
 from .errors import StateError
 from .meeting import Ask, Message, refuse, refuse_but_who_left, refuse_trained, trained_names
-from .program import Key, Op, Program, Programs, Turn, leads_to
+from .program import Key, Op, Programs, Run, Turn, leads_to
 from .unit import State, Unit
 
 # The agreements of all models that are wrapped over the same ranks, by number. A rank may be asked
@@ -61,23 +61,12 @@ class Agreement:
         self._give_up = give_up
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
-        self._trained: list[int] = []  # units to be reduced; where no need says when, in this order
         self._programs = Programs()
-        self._key: Key = ()
-        self._backward: Key = ()  # the last one's
-        self._program: Program | None = None
-        self._at = 0  # the next turn of the program
+        self._run = Run()
+        self._backward: Key = ()  # of the last one
         self._ahead: list[Unit] = []  # gathered ahead, in order, and not needed yet
-        self._needed: list[Turn] = []
-        self._reduces = False  # whether the phase ends with every unit reduced
-        self._ready: set[int] = set()  # complete on this rank
-        self._ready_on: dict[int, set[int]] = {}  # unit -> places; where there is no program
-        self._reduced: set[int] = set()
-        self._aborted = False  # this rank left the phase by an exception
-        self._irregular = False  # somebody left the program, or there is none
-        self._follows = False  # whether the phase began with a program
-        self._loose = False  # whether ranks have left one, and so meet at the end of phases as well
-        self._meets_at_end = False
+        # Whether ranks have left a program, and so meet at the end of phases as well.
+        self._loose = False
         self.number = _COUNTS[comm.ranks]
         _COUNTS[comm.ranks] += 1
         _AGREEMENTS[comm.ranks, self.number] = self
@@ -120,64 +109,69 @@ class Agreement:
         message = Message(self.number, ask, word, zlib.crc32(about.encode()), left)
         messages = self._meet(message, label)
         _LEFT.discard(self._comm.ranks)
-        if self._irregular:
+        if self._run.is_new:
             self._learn()
         if ask is Ask.CALL and len({message.digest for message in messages}) > 1:
             self._refuse(label)
         words = [message.word for message in messages]
         if reduces and len(set(words)) > 1:
             refuse_trained(self._comm, names)
-        self._key = (ask, words[0] if reduces else 0, *(message.digest for message in messages))
+        key = (ask, words[0] if reduces else 0, *(message.digest for message in messages))
         if ask is Ask.BACKWARD:
-            self._backward = self._key
-        self._program = self._programs.of(self._key) if gathers else None
-        self._follows = self._program is not None
-        self._irregular = gathers and not self._follows
-        self._meets_at_end = gathers and (self._loose or not self._follows)
-        self._at, self._reduces, self._trained, self._aborted = 0, reduces, trained, False
-        self._needed, self._ready, self._ready_on, self._reduced = [], set(), {}, set()
+            self._backward = key
+        program = self._programs.of(key) if gathers else None
+        self._run = Run(
+            key,
+            program,
+            trained,
+            reduces,
+            follows=program is not None,
+            is_new=gathers and program is None,
+            meets_at_end=gathers and (self._loose or program is None),
+        )
         return words
 
     def finish(self) -> None:
         """End a phase: take part in what is left of the program, and meet where that is due."""
         self._take_part_in_the_rest()
+        run = self._run
         # A backward that reduces has its own way to learn that a rank has left the program.
-        if self._meets_at_end and not (self._reduces and self._follows):
+        if run.meets_at_end and not (run.reduces and run.follows):
             self._meet(Message(self.number, Ask.END), "the end of a forward or backward")
-            for unit in self._trained:
-                if unit not in self._reduced:
+            for unit in run.trained:
+                if unit not in run.reduced:
                     self._reduce(unit)
-            if self._irregular:
+            if run.is_new:
                 self._learn()
-        self._meets_at_end = self._reduces = False
+        run.meets_at_end = run.reduces = False
 
     def abort(self) -> None:
         """Note that this rank leaves the phase by an exception: nothing is learned of it."""
-        self._aborted = True
-        if self._key[:1] == (Ask.FORWARD,):
+        self._run.aborted = True
+        if self._run.key[:1] == (Ask.FORWARD,):
             _LEFT.add(self._comm.ranks)
 
     def abandon(self) -> None:
         """Forget what is left of a phase that was aborted."""
-        self._program, self._meets_at_end, self._reduces = None, False, False
+        run = self._run
+        run.program, run.meets_at_end, run.reduces = None, False, False
         self._ahead.clear()
 
     def forget(self) -> None:
         """Learn everything anew, as all ranks do."""
         self.abandon()
         self._programs.forget()
-        self._irregular, self._loose = False, False
+        self._run.is_new, self._loose = False, False
 
     @property
     def may_be_last(self) -> bool:
         """Whether nothing is known to come after what this rank has needed."""
-        rest = () if self._program is None else self._program[self._at :]
-        return not rest and not self._ahead
+        return self._run.next is None and not self._ahead
 
     @property
     def needed(self) -> str:
         """What this rank has needed in this phase, as text."""
-        return " ".join(str(turn.unit) for turn in self._needed)
+        return " ".join(str(turn.unit) for turn in self._run.needed)
 
     def expect_other_ways(self) -> None:
         """From now on, have no backward like the last one follow a program."""
@@ -188,25 +182,24 @@ class Agreement:
     def need(self, unit: Unit) -> None:
         """Have ``unit`` gathered, or on the way."""
         turn = Turn(Op.GATHER, unit.index)
-        self._needed.append(turn)
+        self._run.needed.append(turn)
         if unit in self._ahead and unit.state is not State.SHARDED:  # nor outdated meanwhile
             while (skipped := self._ahead.pop(0)) is not unit:
                 self._crew.release(skipped)
             return
         self._discard_ahead()
-        if self._program is not None:
-            # What others reduce this rank has to, too, ready or not; alone, it has time.
-            rest, peers = self._program[self._at :], self._crew.has_peers
-            if not leads_to(turn, rest, past_reductions=peers):
-                self._leave_program(unit)
-        if self._program is None:
+        # What others reduce this rank has to, too, ready or not; alone, it has time.
+        peers, known = self._crew.has_peers, self._run.program is not None
+        if known and not leads_to(turn, self._run.rest, past_reductions=peers):
+            self._leave_program(unit)
+        if self._run.program is None:
             self._meet(
                 Message(self.number, Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}"
             )
             return
-        while self._program[self._at] != turn:
+        while self._run.next != turn:
             self._take_part()
-        self._at += 1
+        self._run.take()
         self._crew.gather(unit)
         self._advance()
 
@@ -216,21 +209,20 @@ class Agreement:
 
     def look_ahead(self) -> None:
         """Start the next gathers, as many as may be under way beside the unit that computes."""
-        while self._program is not None and self._at < len(self._program):
-            op, index = self._program[self._at]
-            unit = self._units[index]
+        while (turn := self._run.next) is not None:
+            unit = self._units[turn.unit]
             room = len(self._ahead) < self._prefetch and unit.can_prefetch()
-            if op is Op.REDUCE or not room:
+            if turn.op is Op.REDUCE or not room:
                 return
-            self._at += 1
+            self._run.take()
             self._ahead.append(unit)
             self._crew.gather(unit)
 
     def ready(self, unit: Unit) -> None:
         """Note that all gradients of ``unit`` are there on this rank."""
-        self._needed.append(Turn(Op.REDUCE, unit.index))
-        self._ready.add(unit.index)
-        if self._program is not None:
+        self._run.needed.append(Turn(Op.REDUCE, unit.index))
+        self._run.ready.add(unit.index)
+        if self._run.program is not None:
             self._advance()  # no gather into its memory yet: a node may read a detached weight
             return
         message = Message(self.number, Ask.READY, unit.index)
@@ -238,23 +230,18 @@ class Agreement:
 
     def has_reduced(self, unit: Unit) -> bool:
         """Whether ``unit`` was reduced in this phase."""
-        return unit.index in self._reduced
+        return unit.index in self._run.reduced
 
     def _advance(self) -> None:
         """Reduce what the program has next, as far as it is ready."""
-        assert self._program is not None
-        while self._at < len(self._program):
-            op, unit = self._program[self._at]
-            if op is Op.GATHER or unit not in self._ready:
+        while (turn := self._run.next) is not None:
+            if turn.op is Op.GATHER or turn.unit not in self._run.ready:
                 return
-            self._at += 1
-            self._reduce(unit)
+            self._reduce(self._run.take().unit)
 
     def _take_part(self) -> None:
         """Carry out a turn that comes before what this rank needs."""
-        assert self._program is not None
-        op, index = self._program[self._at]
-        self._at += 1
+        op, index = self._run.take()
         if op is Op.REDUCE:
             self._reduce(index)  # what of the gradients is there; autograd has gone past
         else:
@@ -262,11 +249,11 @@ class Agreement:
 
     def _take_part_in_the_rest(self) -> None:
         self._discard_ahead()
-        while self._program is not None and self._at < len(self._program):
+        while self._run.next is not None:
             self._take_part()
 
     def _reduce(self, index: int) -> None:
-        self._reduced.add(index)
+        self._run.reduced.add(index)
         self._crew.reduce(self._units[index])
 
     def _discard_ahead(self) -> None:
@@ -274,19 +261,20 @@ class Agreement:
             self._crew.release(self._ahead.pop(0))
 
     def _leave_program(self, unit: Unit) -> None:
-        if self._reduces and self._crew.has_peers:
+        run = self._run
+        if run.reduces and self._crew.has_peers:
             # They are not to be met before they have reduced without this rank's gradients.
             self._give_up(True)
             raise StateError(
                 f"rank {self._comm.place}: backward came to unit {unit.label!r} not as before. "
                 "The step's gradients are dropped on every rank; repeat it, and it may differ."
             )
-        if self._reduces:
-            self._ready_on = {index: {self._comm.place} for index in self._ready}
-            self._follows, self._meets_at_end = False, True
+        if run.reduces:
+            run.ready_on = {index: {self._comm.place} for index in run.ready}
+            run.follows, run.meets_at_end = False, True
         else:
             self._take_part_in_the_rest()
-        self._program, self._irregular = None, True
+        run.program, run.is_new = None, True
 
     # --- meetings --------------------------------------------------------------------------------
 
@@ -301,7 +289,7 @@ class Agreement:
             if not asking:
                 if len({(message.model, message.ask) for message in messages}) == 1:
                     return messages
-                self._irregular = False
+                self._run.is_new = False
                 refuse_but_who_left(self._comm, label, mine, messages)
                 continue
             for model in sorted({message.model for message in asking}):
@@ -311,16 +299,17 @@ class Agreement:
 
     def _serve(self, mine: Message, messages: Sequence[Message]) -> None:
         """Carry out what ranks ask for of this model."""
-        self._irregular = True
-        self._loose = self._loose or self._follows
+        run = self._run
+        run.is_new = True
+        self._loose = self._loose or run.follows
         own = [(p, m) for p, m in enumerate(messages) if m.model == self.number]
         for place, message in own:
             if message.ask is Ask.READY:
-                self._ready_on.setdefault(message.word, set()).add(place)
+                run.ready_on.setdefault(message.word, set()).add(place)
         ended = {place for place, message in own if message.ask is Ask.END}
-        for index in self._trained:
-            places = self._ready_on.get(index, set())
-            if index not in self._reduced and places and len(places | ended) == len(messages):
+        for index in run.trained:
+            places = run.ready_on.get(index, set())
+            if index not in run.reduced and places and len(places | ended) == len(messages):
                 self._reduce(index)
         for index in dict.fromkeys(m.word for _, m in own if m.ask is Ask.GATHER):
             unit = self._units[index]
@@ -332,18 +321,19 @@ class Agreement:
 
     def _learn(self) -> None:
         """Make the program of the phase that every rank has ended; none if one has aborted it."""
-        self._irregular = False
-        needed = None if self._aborted else self._needed
+        run = self._run
+        run.is_new = False
+        needed = None if run.aborted else run.needed
         gathered = self._comm.all_gather_object(needed, Tag(0, "agree", "program"))
         if None in gathered:
             return
         everyone: list[list[Turn]] = gathered  # type: ignore[assignment]
-        self._programs.learn(self._key, everyone, self._trained, self._prefetch)
+        self._programs.learn(run.key, everyone, run.trained, self._prefetch)
 
     def forget_trained(self) -> None:
         """Parameters were frozen or unfrozen."""
         self._names = ""
 
     def _refuse(self, label: str) -> None:
-        self._irregular = False
+        self._run.is_new = False
         refuse(self._comm, label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -27,6 +28,57 @@ Program = tuple[Turn, ...]
 Key = tuple[int, ...]  # what tells one kind of phase from others, the same on every rank
 
 _MOST = 64  # kept at a time: ranks that never repeat themselves would learn one each step
+
+
+@dataclass
+class Run:
+    """A phase under way, or the last one: what it follows, and what has come of it on this rank.
+
+    Attributes:
+        key: what kind of phase it is.
+        program: what it follows; None where it goes from meeting to meeting.
+        trained: units that end up reduced; where no need says when, in this order.
+        reduces: whether they still have to be.
+        follows: whether it began with a program.
+        is_new: whether ranks have needed what is in no program, so that there is one to be learned.
+        meets_at_end: whether a meeting ends it.
+        needed: what this rank has needed, in its order.
+        ready: units that are complete on this rank.
+        ready_on: where there is no program, unit -> the places of those on which it is.
+        aborted: whether this rank has left it by an exception.
+    """
+
+    key: Key = ()
+    program: Program | None = None
+    trained: Sequence[int] = ()
+    reduces: bool = False
+    follows: bool = False
+    is_new: bool = False
+    meets_at_end: bool = False
+    needed: list[Turn] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+    ready_on: dict[int, set[int]] = field(default_factory=dict)
+    reduced: set[int] = field(default_factory=set)
+    aborted: bool = False
+    _at: int = 0  # the next turn of the program
+
+    @property
+    def next(self) -> Turn | None:
+        """The turn of the program that comes next; None where there is none."""
+        if self.program is None or self._at == len(self.program):
+            return None
+        return self.program[self._at]
+
+    @property
+    def rest(self) -> Program:
+        """What of the program is to come."""
+        return () if self.program is None else self.program[self._at :]
+
+    def take(self) -> Turn:
+        """The next turn, which is about to be carried out."""
+        assert self.program is not None
+        self._at += 1
+        return self.program[self._at - 1]
 
 
 class Programs:
