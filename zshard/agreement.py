@@ -89,7 +89,7 @@ class Agreement:
             about: what its program depends on; may differ between ranks.
             label: what errors call it.
             reduces: whether it ends with every unit reduced.
-            word: what to tell the other ranks besides.
+            word: what to tell the other ranks besides; where it reduces, that is what is trained.
             gathers: whether it consists of any gathers or reductions; else it is a meeting alone.
 
         Returns:
@@ -146,7 +146,7 @@ class Agreement:
         run.meets_at_end = run.reduces = False
 
     def abort(self) -> None:
-        """Note that this rank leaves the phase by an exception: nothing is learned of it."""
+        """An exception leaves the phase; see [Note: after an exception] in backward.py."""
         self._run.aborted = True
         if self._run.key[:1] == (Ask.FORWARD,):
             _LEFT.add(self._comm.ranks)

@@ -203,7 +203,7 @@ class Reducer:
         return self._landing[flat]
 
     def abandon(self) -> None:
-        """Forget a backward that did not finish."""
+        """Forget a backward that did not finish; see [Note: after an exception] in backward.py."""
         for flight in self._flights:
             flight.abandon()
         self._flights.clear()

@@ -248,6 +248,7 @@ class Schedule:
 
     def obtain(self, unit: Unit) -> None:
         """Have the whole parameters in the modules."""
+        # In backward the old values stay, so that autograd refuses the graph that was made of them.
         if unit.outdated and self.crew.phase is not Phase.BACKWARD:
             self.crew.reshard(unit)
         if unit.state is State.SHARDED or self.agreement.is_ahead(unit):

@@ -5,7 +5,7 @@ A state says what is in memory. SHARDED: this rank's shard of master, optimizer 
 buffer, and nothing else. GATHERING: also a slot, which an all-gather is writing. GATHERED: also
 the whole parameters in the slot; while the unit computes, its modules hold views of them.
 Where the strategy keeps whole parameters, they take no slot: SHARDED then says that they are out
-of date but for this rank's shard, and an update is what leads there instead of a reshard.
+of date but for this rank's shard, and ``Schedule.renew`` is what leads there, after an update.
 ``Unit._enter`` is the only function that changes a state, and refuses what the table does not list.
 """
 
