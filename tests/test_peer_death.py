@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,9 +36,30 @@ def shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith(kScratch)}
 
 
+def mapped() -> set[int]:
+    """Inodes that living processes have mapped of it, as tests that run at the same time do."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has just ended
+            lines = [line.split() for line in maps.read_text().splitlines() if "/dev/shm/" in line]
+            found |= {int(fields[4]) for fields in lines}
+    return found
+
+
+def left_since(before: set[str]) -> set[str]:
+    """What is new, and nobody's."""
+    new, in_use = shared_files() - before, mapped()
+    left = set()
+    for name in new:
+        with suppress(FileNotFoundError):
+            if os.stat(f"/dev/shm/{name}").st_ino not in in_use:
+                left.add(name)
+    return left
+
+
 def assert_none_left(before: set[str]) -> None:
     deadline = time.monotonic() + 5  # other processes' come and go
-    while left := shared_files() - before:
+    while left := left_since(before):
         assert time.monotonic() < deadline, f"shared memory is left: {left}"
         time.sleep(0.05)
 

@@ -167,7 +167,7 @@ def test_configurations_of_transformers_are_planned_without_their_memory(tmp_pat
     ("arguments", "words"),
     [
         (("gpt:8b", 8), "gpt: and one of tiny"),
-        (("/nowhere/config.json", 8), "cannot be read as a configuration"),
+        (("/nowhere/config.json", 8), "no such file"),
         ((3, 8), "a int is no model"),
         (("gpt:7b", 0), "world_size=0"),
         (("gpt:7b", True), "world_size=True"),

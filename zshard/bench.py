@@ -42,7 +42,7 @@ def run(
         if error.name not in _OPTIONAL:
             raise
         raise MissingPackage(
-            f"bench {name} needs {error.name}, which is not installed: pip install 'zshard[bench]'"
+            f"bench {name} needs {error.name}, which is not installed: pip install {error.name}"
         ) from None
 
 
