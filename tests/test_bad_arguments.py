@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from steps import build, one_step
 from torch import nn
 
 import zshard
+from zshard.wrap import schedule_of
 
 
 class Buffers(nn.Module):
@@ -165,6 +167,7 @@ def test_settings_of_a_scaler_are_looked_at_when_it_is_made(
     with pytest.raises(zshard.InputError, match=message):
         zshard.GradScaler("cpu", **settings)
     assert not zshard.GradScaler("cpu", **settings, enabled=False).is_enabled()  # as torch's
+    zshard.GradScaler("cpu", np.float32(2.0), growth_interval=np.int64(3))
 
 
 class Lists(nn.Module):
@@ -186,3 +189,19 @@ def test_a_container_that_is_never_called_is_no_unit(units: list[object]) -> Non
         zshard.wrap(model, units=units)
     zshard.wrap(model, units=lambda name, _: name != "scales")  # "blocks" owns nothing then
     assert model(torch.ones(2)).shape == (2,)
+
+
+class ListsOfLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        one = [nn.Parameter(torch.ones(2))]
+        self.scales = nn.ModuleList(nn.ParameterList(one) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scales[0][0] * self.scales[1][0]
+
+
+def test_containers_that_are_never_called_are_no_units_by_default() -> None:
+    model = zshard.wrap(ListsOfLists())
+    assert len(schedule_of(model).units) == 1
+    model(torch.ones(2)).sum().backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zshard
 from zshard.wrap import schedule_of
@@ -139,7 +140,7 @@ def test_ranks_that_do_not_follow_alike_are_told() -> None:
 def refusals(rank: int, world_size: int) -> None:
     model = zshard.wrap(Byol(in_place), units=["online.0", "online.2", "target"])
     hook = model.predictor.register_forward_pre_hook(lambda *_: model.follow())
-    with pytest.raises(zshard.StateError, match=r"add_ of .* different shards, is for between"):
+    with pytest.raises(zshard.StateError, match=r"add_ of .* different shards\) is for between"):
         model(torch.ones(4, 7))
     hook.remove()
     weight, other = model.online[0].weight.detach(), model.target[2].weight.detach()
@@ -156,3 +157,63 @@ def refusals(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_cut_alike_is_refused() -> None:
     run_ranks(refusals, 2)
+
+
+def over_other_ranks(rank: int, world_size: int) -> None:
+    """Shards of one size, which two meshes give to other ranks."""
+    models = [
+        zshard.wrap(nn.Linear(64, 64, bias=False), mesh=DeviceMesh("cpu", mesh), init="broadcast")
+        for mesh in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    ]
+    before = zshard.full_param(models[0], "weight")
+    with torch.no_grad(), pytest.raises(zshard.ShardedAccessError, match="over different ranks"):
+        models[0].weight.copy_(models[1].weight)
+    assert torch.equal(zshard.full_param(models[0], "weight"), before)
+
+
+def test_equal_cuts_over_other_ranks_are_not_taken_for_alike() -> None:
+    run_ranks(over_other_ranks, 4)
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.rand(200)) for _ in range(3))
+
+
+def chained(rank: int, world_size: int, by_data: bool) -> None:
+    torch.manual_seed(0)
+    plain = Three()
+    model = zshard.wrap(copy.deepcopy(plain), units="model")
+    with torch.no_grad():
+        a, b, c = (p.data if by_data else p for p in (model.a, model.b, model.c))
+        again = model.b.data if by_data else b
+        with pytest.raises(zshard.ShardedAccessError, match="changes 'b', and computes it with"):
+            torch._foreach_add_([b, c], [a, again])
+        torch._foreach_add_([b, c], [a, a])
+        torch._foreach_add_([plain.b, plain.c], [plain.a, plain.a])
+    for name, value in plain.named_parameters():
+        assert torch.equal(zshard.full_param(model, name), value.detach()), name
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_one_call_writes_is_not_gathered_for_another_row_of_it(by_data: bool) -> None:
+    run_ranks(chained, 2, by_data)
+
+
+def foreign_states(rank: int, world_size: int, kind: str) -> None:
+    """States of a model with another unit map, shards and all."""
+    first, second = (zshard.wrap(Byol(by_copy), units=units) for units in ("model", "layer"))
+    made = torch.optim.AdamW if kind == "torch" else zshard.AdamW
+    old, new = made(first.parameters()), made(second.parameters())
+    for model in (first, second):
+        model(torch.ones(4, 7)).backward()
+    old.step()
+    with pytest.raises(zshard.OptimizerError, match=r"exp_avg' of .*cut"):
+        new.load_state_dict(old.state_dict())
+        new.step()
+
+
+@pytest.mark.parametrize("kind", ["torch", "zshard"])
+def test_states_that_are_cut_for_another_unit_map_are_refused(kind: str) -> None:
+    run_ranks(foreign_states, 2, kind)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import models
@@ -188,6 +190,35 @@ def held_behind(rank: int, world_size: int, name: str) -> None:
         optimizer.step()
     for key, value in zshard.state_dict(model, all_ranks=True).items():
         assert torch.equal(value, before[key]), key
+
+
+def closed(rank: int, world_size: int, name: str) -> None:
+    """A closure runs the last micro-batch, the one that reduces."""
+    torch.manual_seed(0)
+    plain = Either()
+    sides = []
+    for model in (plain, zshard.wrap(copy.deepcopy(plain), units="layer")):
+        optimizer = kOptimizers[name.removeprefix("zshard.") if model is plain else name](
+            model.parameters()
+        )
+        with nullcontext() if model is plain else zshard.no_sync(model):
+            model(torch.ones(2, 4), 0).sum().backward()
+
+        def last(model: nn.Module = model) -> torch.Tensor:
+            loss = model(-torch.ones(2, 4), 1).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(last)
+        sides.append(model)
+    for key, value in zshard.state_dict(sides[1], all_ranks=True).items():
+        torch.testing.assert_close(value, plain.state_dict()[key])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", kOptimizers)
+def test_a_closure_may_reduce_what_no_sync_holds(name: str, size: int) -> None:
+    run_ranks(closed, size, name)
 
 
 @pytest.mark.parametrize("name", kOptimizers)

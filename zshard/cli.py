@@ -178,7 +178,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         type=zero_name,
         choices=("zero3", "zero2", "zero1", "ddp"),
-        help=f"what is sharded, by these or FSDP's names (default: {defaults.strategy})",
+        help="what is sharded; FSDP's names full_shard, shard_grad_op and no_shard are taken, too "
+        f"(default: {defaults.strategy})",
     )
     sharding.add_argument(
         "--precision",

@@ -211,19 +211,20 @@ def _cut_alike(
     What is written stays as it is cut, or else what comes first.
     """
     rows = _computed_together(op, args, kwargs)
-    if all(_same_cut(first, other) for row in rows for first, other in pairwise(row)):
+    if all(first.lines_up_with(other) for row in rows for first, other in pairwise(row)):
         return args, kwargs
-    written = {id(each) for each in _mutated(op, args, kwargs)}
+    changed = _mutated(op, args, kwargs)
+    written, memory = {id(each) for each in changed}, {_memory(each) for each in changed}
 
     def recut_in_row(index: int, value: object) -> object:
         row = rows[index if op.of_lists else 0]
         like = next((each for each in row if id(each) in written), row[0] if row else None)
-        if not isinstance(value, Sharded) or like is None or _same_cut(like, value):
+        if not isinstance(value, Sharded) or like is None or like.lines_up_with(value):
             return value
-        if id(value) in written:
+        if _memory(value) in memory:  # what is gathered now would not have what is written
             raise ShardedAccessError(
-                f"{op.name} would change {like.fqn!r} and {value.fqn!r}, of which this rank holds "
-                "different parts. Work on whole parameters inside zshard.full_params(model)."
+                f"{op.name} changes {value.fqn!r}, and computes it with {like.fqn!r}, which is cut "
+                "into other shards. Work on whole parameters inside zshard.full_params(model)."
             )
         return recut(value, like, op.name)
 
@@ -235,9 +236,11 @@ def _cut_alike(
     return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
 
 
-def _same_cut(one: Sharded, other: Sharded) -> bool:
-    same = other.flat is one.flat and other.segment == one.segment
-    return same or other.cut() == one.cut()
+def _memory(sharded: Sharded) -> tuple[object, ...]:
+    """Which memory it is, alike for its aliases; on a rank that has no element of it, too."""
+    local = sharded._local
+    own = None if local is None else local.untyped_storage()._cdata
+    return sharded.flat, sharded.segment, own
 
 
 def _computed_together(

@@ -45,6 +45,7 @@ class Route(NamedTuple):
     last: Rows  # (C, n) reduce dtype: what the last sum reads
     scale_packed: float  # of the gradients as they are packed
     scale_sum: float  # of the last sum
+    apart: bool = False  # it takes no reduce buffer, so that it is in no other's way
 
     @classmethod
     def of(cls, flat: Flat, comm: Comm, pool: Pool, turn: int) -> Route:
@@ -72,7 +73,7 @@ class Route(NamedTuple):
         last = stages[-1].chunks if stages else packed.view(1, layout.numel)
         mean = 1.0 / comm.world
         scales = (mean, 1.0) if dtype in (torch.float32, torch.float64) else (1.0, mean)
-        return cls(packed, tuple(stages), last, *scales)
+        return cls(packed, tuple(stages), last, *scales, apart=layout.numel == 0)
 
     def landing_in(self, shard: torch.Tensor) -> Route:
         """As this one, but the sum, where there is nothing to be done for it, arrives in ``shard``.
@@ -86,7 +87,7 @@ class Route(NamedTuple):
             return self
         row = shard.view(1, -1)
         if not self.stages:
-            return self._replace(packed=shard, last=row)
+            return self._replace(packed=shard, last=row, apart=True)
         return self._replace(stages=(self.stages[0]._replace(chunks=row),), last=row)
 
     @staticmethod

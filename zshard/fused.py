@@ -267,7 +267,9 @@ class FusedOptimizer(Optimizer):
             for name, own in self.state.get(param, {}).items():
                 if name not in values or not _fits(values[name], own, param):
                     label = param.fqn if isinstance(param, Sharded) else tuple(param.shape)
-                    got = tuple(values[name].shape) if name in values else "nothing"
+                    got = str(tuple(values[name].shape)) if name in values else "nothing"
+                    if isinstance(values.get(name), Sharded):
+                        got += ", cut into other shards"
                     raise OptimizerError(
                         f"state {name!r} of {label}: expected {tuple(own.shape)}, got {got}. "
                         "Shards fit the same model, unit map and number of ranks; others take "
@@ -318,7 +320,7 @@ def _slice_of(value: torch.Tensor) -> torch.Tensor:
 def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether ``value`` can be copied into the state ``own`` of ``param``."""
     if isinstance(value, Sharded):
-        return isinstance(param, Sharded) and own.ndim == 1 and value.cut() == param.cut()
+        return isinstance(param, Sharded) and own.ndim == 1 and value.lines_up_with(param)
     # A step is 0-d, in torch.optim too.
     return value.shape == own.shape or (own.ndim == 1 and value.shape == param.shape)
 

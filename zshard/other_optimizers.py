@@ -29,29 +29,40 @@ def look_after() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
     """See that all ranks make the same step, and that it does not fail halfway.
 
     Raises:
-        OptimizerError: if it has states of whole tensors for sharded parameters.
+        OptimizerError: if it has states of whole tensors for sharded parameters, or others' shards.
         StateError: if no_sync holds back a gradient.
     """
     if isinstance(optimizer, FusedOptimizer):
         return
+    # A closure runs the last backward of the step, which may be the one that reduces.
+    has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
     settings: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         sharded = [param for param in group["params"] if isinstance(param, Sharded)]
         for param in sharded:
-            has_grad(param)  # which refuses one that no_sync holds back
-            _refuse_whole_states(param, optimizer.state.get(param, {}))
+            if not has_closure:
+                has_grad(param)  # which refuses one that no_sync holds back
+            _refuse_other_states(param, optimizer.state.get(param, {}))
         if sharded:
             numbers = {k: _number(group[k]) for k in sorted(group.keys() - _HOW)}
             settings.append({k: value for k, value in numbers.items() if value is not None})
     note_step(type(optimizer).__name__, optimizer.param_groups, settings)
 
 
-def _refuse_whole_states(param: Sharded, states: Mapping[str, object]) -> None:
+def _refuse_other_states(param: Sharded, states: Mapping[str, object]) -> None:
     for name, value in states.items():
+        if isinstance(value, Sharded) and not value.lines_up_with(param):
+            raise OptimizerError(
+                f"the optimizer's state {name!r} of {param.fqn} is cut for another model, unit map "
+                "or number of ranks. Take it over by zshard.save and zshard.load, or "
+                "torch.distributed.checkpoint."
+            )
         whole = isinstance(value, torch.Tensor) and not isinstance(value, Sharded)
         if whole and value.ndim > 0 and value.shape == param.shape:  # type: ignore[attr-defined]
             raise OptimizerError(

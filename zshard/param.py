@@ -146,14 +146,20 @@ class Sharded(torch.Tensor):
         """Elements on this rank."""
         return self.flat.local(self.segment).elements.numel
 
-    def cut(self) -> tuple[object, ...]:
-        """Which rank has which elements: equal for tensors that line up element by element."""
+    def lines_up_with(self, other: Sharded) -> bool:
+        """Whether the two are cut alike, so that every rank has the same elements of both."""
+        same = other.flat is self.flat and other.segment == self.segment
+        return same or other._cut() == self._cut()
+
+    def _cut(self) -> tuple[object, ...]:
+        """Which rank has which elements."""
         layout = self.flat.layout
         place, size = layout.segments[self.segment], layout.shard_size
         if not self.flat.needs_gather:  # every rank has all
             return place.shape, place.stride
         first, begin = divmod(place.offset, size)
-        return place.shape, place.stride, first, range(size - begin, place.numel, size)
+        ranks = self.flat.schedule.comm.shards.members
+        return place.shape, place.stride, ranks, first, range(size - begin, place.numel, size)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "parameter" if self._is_param else "tensor"

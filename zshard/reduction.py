@@ -39,6 +39,7 @@ class Reducer:
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
         self._in_flight: list[Flight] = []  # that use reduce buffers, in order
+        self._apart: Flight | None = None  # the last of those that use none
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
         self._landing: dict[Flat, Route] = {}  # those into shards, for as long as these stay
@@ -106,6 +107,9 @@ class Reducer:
         """
         while self._in_flight:
             self._in_flight.pop(0).land()
+        if self._apart is not None:
+            self._apart.land()  # and with it those before it on the reduce lane
+            self._apart = None
         while self._flights:
             self._flights[0].wait()
             self._flights.pop(0)
@@ -189,7 +193,10 @@ class Reducer:
                         flat.grads.pack(route.packed, route.scale_packed)
                     with doing("reduce", unit):
                         flight = Flight(flat, route, self._stats_of[flat], self._comm, tag)
-                    self._in_flight.append(flight)
+                    if route.apart:
+                        self._apart = flight
+                    else:
+                        self._in_flight.append(flight)
                     self._flights.append(flight)
 
     def _route_of(self, flat: Flat) -> Route:
@@ -208,11 +215,13 @@ class Reducer:
             flight.abandon()
         self._flights.clear()
         self._in_flight.clear()
+        self._apart = None
 
     def forget(self) -> None:
         """Drop all gradients, as all ranks do, and what is not known of them yet."""
         self._flights.clear()
         self._in_flight.clear()
+        self._apart = None
         self._summary, self._summary_handles = None, []
         for flat in self.all_flats:
             flat.grads.drop_leaves()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import NamedTuple, cast
 
@@ -74,7 +74,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise InputError(
                     f"GradScaler: {name}={value!r}: expected a number between {low:g} and {high:g}"
                 )
-        if enabled and not (isinstance(growth_interval, int) and growth_interval > 0):
+        if enabled and not (isinstance(growth_interval, Integral) and growth_interval > 0):
             raise InputError(
                 f"GradScaler: growth_interval={growth_interval!r}: expected a number of steps"
             )

@@ -59,7 +59,7 @@ def _whole(other: Sharded, like: Sharded, both: str) -> torch.Tensor:
             f"{both}: they are sharded over different ranks. Work on whole parameters inside "
             "zshard.full_params(model)."
         )
-    schedule.begin_call(f"{both}, which are cut into different shards,")
+    schedule.begin_call(f"{both} (cut into different shards)")
     shards = map(flat.layout.shard, range(comm.size))
     sizes = [flat.layout.local(other.segment, shard).elements.numel for shard in shards]
     row = mine.new_zeros(max(sizes))

@@ -171,7 +171,8 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
         blocks: list[tuple[str, nn.Module]] = []
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            if repeated[type(child)] > 1 and not isinstance(child, _CONTAINERS):
+            called = not isinstance(child, (*_CONTAINERS, *_NEVER_CALLED))
+            if repeated[type(child)] > 1 and called:
                 blocks.append((path, child))
                 continue
             inner = within(path, child)

@@ -48,7 +48,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         type=zero_name,
         choices=STRATEGIES,
         default="zero3",
-        help="by these or FSDP's names (default: zero3)",
+        help="FSDP's names are taken, too (default: zero3)",
     )
     parser.add_argument(
         "--units", choices=("model", "layer"), help="default: the repeated blocks, as in wrap"

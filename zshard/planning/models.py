@@ -46,16 +46,16 @@ def _of_transformers(model: object) -> nn.Module:
         ) from None
     config = model
     if isinstance(model, str | os.PathLike):
-        if not os.path.exists(model):
-            raise InputError(
-                f"{model}: no such file; expected gpt:7b or another size, or a transformers "
-                "model's config.json or its folder"
-            )
         try:
             config = transformers.AutoConfig.from_pretrained(
                 os.fspath(model), local_files_only=True
             )
         except Exception as error:  # of any type, if the file has a field of another
+            if not os.path.exists(model):  # nor a model in the cache of transformers
+                raise InputError(
+                    f"{model}: no such file; expected gpt:7b or another size, or a transformers "
+                    "model's config.json or its folder"
+                ) from None
             raise InputError(f"{model}: cannot be read as a configuration: {error}") from error
     if not isinstance(config, transformers.PretrainedConfig):
         raise InputError(f"zshard.plan: a {type(model).__name__} is no model or configuration")
