@@ -194,8 +194,8 @@ def test_a_container_that_is_never_called_is_no_unit(units: list[object]) -> Non
 class ListsOfLists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        one = [nn.Parameter(torch.ones(2))]
-        self.scales = nn.ModuleList(nn.ParameterList(one) for _ in range(2))
+        lists = [[nn.Parameter(torch.ones(2))] for _ in range(2)]
+        self.scales = nn.ModuleList(map(nn.ParameterList, lists))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scales[0][0] * self.scales[1][0]
