@@ -133,3 +133,41 @@ def test_a_part_that_grows_keeps_its_states() -> None:
         named = dict(model.named_parameters())
         results.append([zshard.full_param(model, n) if wrapped else named[n].data for n in named])
     torch.testing.assert_close(results[1], results[0])
+
+
+def convolved(steps: range, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in steps:
+        x = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("to", ["plain", "wrapped", "torch"])
+def test_states_of_plain_parameters_are_whole_and_fit_other_memory_orders(to: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.1)
+    convolved(range(2), model, optimizer)
+    states = copy.deepcopy(optimizer.state_dict())
+    assert states["state"][0]["exp_avg"].shape == model.weight.shape
+    other = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    if to == "wrapped":
+        zshard.wrap(other)
+    made = torch.optim.AdamW if to == "torch" else zshard.AdamW
+    taken = made(other.parameters(), lr=0.1)
+    taken.load_state_dict(states)
+    convolved(range(2, 4), model, optimizer)
+    convolved(range(2, 4), other, taken)
+    weight = zshard.full_param(other, "weight") if to == "wrapped" else other.weight
+    torch.testing.assert_close(weight, model.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_in_memory_order_is_not_taken_for_a_whole_one() -> None:
+    model = nn.Conv2d(2, 3, 3)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.1)
+    convolved(range(1), model, optimizer)
+    states = optimizer.state_dict()
+    states["state"][0]["exp_avg"] = states["state"][0]["exp_avg"].flatten()
+    with pytest.raises(zshard.OptimizerError, match=r"expected \(3, 2, 3, 3\), got \(54,\)"):
+        optimizer.load_state_dict(states)

@@ -266,12 +266,16 @@ class FusedOptimizer(Optimizer):
         for param, values in saved.items():
             for name, own in self.state.get(param, {}).items():
                 if name not in values or not _fits(values[name], own, param):
-                    label = param.fqn if isinstance(param, Sharded) else tuple(param.shape)
+                    label, due = str(tuple(param.shape)), own.shape
+                    if isinstance(param, Sharded):
+                        label = param.fqn
+                    elif own.ndim == 1:
+                        due = param.shape
                     got = str(tuple(values[name].shape)) if name in values else "nothing"
                     if isinstance(values.get(name), Sharded):
                         got += ", cut into other shards"
                     raise OptimizerError(
-                        f"state {name!r} of {label}: expected {tuple(own.shape)}, got {got}. "
+                        f"state {name!r} of {label}: expected {tuple(due)}, got {got}. "
                         "Shards fit the same model, unit map and number of ranks; others take "
                         "whole tensors, or load by torch.distributed.checkpoint."
                     )
@@ -304,9 +308,11 @@ def _sharded_like(param: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]
 
 
 def _as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value``, or where it is this rank's slice of a state, the sharded tensor over it."""
-    if isinstance(value, Sharded) or not isinstance(param, Sharded) or value.ndim != 1:
+    """``value``, or what a state's memory is to others: sharded, or whole, like ``param``."""
+    if isinstance(value, Sharded) or value.ndim != 1:
         return value
+    if not isinstance(param, Sharded):  # the whole state, in the parameter's memory order
+        return value.as_strided(param.shape, param.stride())
     if value.numel() != param._numel():  # whole
         return value
     return Sharded(value, param.flat, param.segment)
@@ -321,6 +327,8 @@ def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether ``value`` can be copied into the state ``own`` of ``param``."""
     if isinstance(value, Sharded):
         return isinstance(param, Sharded) and own.ndim == 1 and value.lines_up_with(param)
+    if own.ndim == 1 and not isinstance(param, Sharded):
+        return value.shape == param.shape
     # A step is 0-d, in torch.optim too.
     return value.shape == own.shape or (own.ndim == 1 and value.shape == param.shape)
 
