@@ -195,38 +195,6 @@ def test_the_ranks_of_a_benchmark_end_before_their_interpreters_do(
     assert len(ended) == 2, "this program's, and that of multiprocessing's resource tracker"
 
 
-@pytest.mark.parametrize(
-    ("ends", "because"),
-    [
-        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", "by SIGTERM"),
-        ("raise MemoryError('none')", "by an error: MemoryError: none"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "by an error: process "),
-    ],
-)
-def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
-    ends: str, because: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, signal, time, torch, rank_group\n"
-        "import torch.distributed as dist\n"
-        "cpu = torch.device('cpu')\n"
-        "def main():\n"
-        "    for step in range(2):\n"
-        "        rank_group.keep({'step': step})\n"
-        "    if dist.get_rank() == 0:\n"
-        f"        {ends}\n"
-        "    time.sleep(600)\n"
-        "if __name__ == '__main__':\n"
-        "    print(rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu))\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'benchmarks'}")
-    line = [sys.executable, str(program)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{{'step': 1, 'because': '{because}")
-
-
 def test_what_the_host_gave_to_others_is_kept_with_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,12 @@ def test_every_flat_buffer_of_every_unit_has_a_line() -> None:
             assert row[7:10] == ["bfloat16", "float32", "split"] and row[2] == "zero2"
 
 
+def test_one_unit_is_no_units() -> None:
+    assert " 12 parameters in 1 unit, sharded over one rank " in zshard.describe(
+        zshard.wrap(nn.Linear(3, 3), units="model")
+    )
+
+
 def test_a_model_that_is_not_wrapped_is_refused() -> None:
     with pytest.raises(zshard.WrapError):
         zshard.describe(nn.Linear(3, 3))

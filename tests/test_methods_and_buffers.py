@@ -184,13 +184,15 @@ class Normalised(nn.Module):
 
 
 def normalised(rank: int, world_size: int, strategy: str) -> list[str]:
-    sides = []
+    sides, tags = [], []
     for is_wrapped in (True, False):
         torch.manual_seed(0)
         model = Normalised(caches=is_wrapped)  # DDP broadcasts caches too, and aborts
         run = (
             zshard.wrap(model, strategy=strategy) if is_wrapped else DistributedDataParallel(model)
         )
+        if is_wrapped:
+            schedule_of(model).comm.interpose = lambda op, tag: tags.append((op, tag.step))
         optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
         results = {}
         for step in range(4):
@@ -206,6 +208,8 @@ def normalised(rank: int, world_size: int, strategy: str) -> list[str]:
             results[f"loss {step}"] = loss.detach()
         results |= {name: b.clone() for name, b in model.named_buffers() if name != "cache"}
         sides.append(results)
+    # Before each forward; evaluations come after the backward, from which on it is the next step.
+    assert {step for op, step in tags if op == "broadcast"} == {0, 1, 2, 3, 4}
     return [name for name, ours in sides[0].items() if not torch.equal(ours, sides[1][name])]
 
 

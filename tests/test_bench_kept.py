@@ -1,0 +1,70 @@
+"""What a benchmark has measured stays, whatever becomes of the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+kBenchmarks = Path(__file__).parents[1] / "benchmarks"
+kDeadline = 240  # seconds, most of them the start of Python
+
+
+@pytest.mark.parametrize(
+    ("ends", "because"),
+    [
+        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", "by SIGTERM"),
+        ("raise MemoryError('none')", "by an error: MemoryError: none"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "by an error: process "),
+    ],
+)
+def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
+    ends: str, because: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, time, torch, rank_group\n"
+        "import torch.distributed as dist\n"
+        "cpu = torch.device('cpu')\n"
+        "def main():\n"
+        "    for step in range(2):\n"
+        "        rank_group.keep({'step': step})\n"
+        "    if dist.get_rank() == 0:\n"
+        f"        {ends}\n"
+        "    time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    print(rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(kBenchmarks))
+    line = [sys.executable, str(program)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=kDeadline)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{{'step': 1, 'because': '{because}")
+
+
+def test_counts_are_in_the_file_before_the_next_setting_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(kBenchmarks)
+    import bench_bytes
+
+    names = ("zshard zero3", "FSDP2", "compute")
+    moved = [{"name": name, "read": {"aten::add": 8}, "written": {}} for name in names]
+    moved[1]["read"] = {"aten::add": 16}
+    counted = iter([{"parameters": 1, "moved": moved}])
+
+    def run_ranks(*_: object, **__: object) -> dict[str, object]:
+        if (found := next(counted, None)) is None:
+            raise MemoryError
+        return found
+
+    monkeypatch.setattr(bench_bytes, "run_ranks", run_ranks)
+    path = tmp_path / "bytes.json"
+    with pytest.raises(MemoryError):
+        bench_bytes.main(["--precision", "fp32", "bf16", "--json", str(path)])
+    assert [each["case"] for each in json.loads(path.read_text())["results"]] == [
+        "25m 128 tokens fp32 N=8"
+    ]
