@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -89,43 +88,81 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     """
     op = _operator(func)
     sharded = _sharded_in((*args, *kwargs.values()))
-    if func is _TO_COPY and sharded[0]._is_param:
+    _check_elementwise(func, op, sharded[0])
+    if len(sharded) > 1:
+        args, kwargs = _cut_alike(op, args, kwargs)
+    if func in _ALIASES:
+        return _alias(func, op, sharded[0], args, kwargs)
+    if func is _COPY:
+        return _copy(op, args, kwargs)
+    if op.zeroing:
+        _zero_held_back(sharded)
+    result = _on_slices(func, op, args, kwargs)
+    if op.mutable:
+        return args[0] if op.returns else None
+    return _mapped(_wrap_like(_sharded_in((*args, *kwargs.values()))), result)
+
+
+def _check_elementwise(func: Any, op: _Operator, first: Sharded) -> None:
+    if func is _TO_COPY and first._is_param:
         raise StateError(
-            f"{sharded[0].fqn}: dtype and device cannot change after zshard.wrap. Convert the "
+            f"{first.fqn}: dtype and device cannot change after zshard.wrap. Convert the "
             "model before it, or pass device= and precision=zshard.Precision(...) to it."
         )
     if not op.elementwise:
-        _refuse_whole_tensor_op(op.name, sharded[0])
-    if len(sharded) > 1:
-        args, kwargs = _cut_alike(op, args, kwargs)
-        sharded = _sharded_in((*args, *kwargs.values()))
-    if func in _ALIASES and sharded[0]._local is None:
-        _note_alias(sharded[0], alias := Sharded(None, sharded[0].flat, sharded[0].segment))
-        return alias
-    if op.zeroing:
-        for grad in sharded:
-            if isinstance(grad, ShardedGrad):
-                grad.flat.grads.on_access()
-                grad.flat.grads.zero_held_back(grad.segment)
-    whole: tuple[Sharded, torch.Tensor] | None = None  # what is copied, and into what
-    if func is _COPY:
-        if not isinstance(target := args[0], Sharded):
-            raise ShardedAccessError(
-                f"{sharded[0].fqn}: to copy a sharded tensor into a plain one needs the whole of "
-                "it. Take whole tensors with zshard.full_param(model, name) or "
-                "zshard.state_dict(model)."
-            )
-        source = args[1]
-        if isinstance(source, torch.Tensor) and not isinstance(source, Sharded):
-            whole = target, source
-            if source.ndim > 0:
-                args = (target, own_slice(target, source), *args[2:])
-        if target._local is None:
-            _copy_into_split(target, args[1])
-            if whole is not None:
-                target.flat.took(*whole)
-            return target
-        sharded = _sharded_in(args)
+        _refuse_whole_tensor_op(op.name, first)
+
+
+def _alias(
+    func: Any, op: _Operator, of: Sharded, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Sharded:
+    """Another tensor of the same slice, or of a split master, which has none."""
+    if of._local is None:
+        alias = Sharded(None, of.flat, of.segment)
+    else:
+        result = _on_slices(func, op, args, kwargs)
+        assert isinstance(result, torch.Tensor)
+        # What a parameter shares its version counter with is no inference tensor, nor is it one.
+        with torch.inference_mode(False):
+            alias = _wrapped(result, of)
+    flat = of.flat
+    (flat.grads.handles.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
+    return alias
+
+
+def _copy(op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> Sharded:
+    """Write a sharded tensor, or this rank's slice of a whole one, into a sharded tensor."""
+    target, source = args[:2]
+    if not isinstance(target, Sharded):
+        assert isinstance(source, Sharded)
+        raise ShardedAccessError(
+            f"{source.fqn}: to copy a sharded tensor into a plain one needs the whole of "
+            "it. Take whole tensors with zshard.full_param(model, name) or "
+            "zshard.state_dict(model)."
+        )
+    whole = source if isinstance(source, torch.Tensor) and not isinstance(source, Sharded) else None
+    if whole is not None and whole.ndim > 0:
+        source = own_slice(target, whole)
+    if target._local is None:
+        _copy_into_split(target, source)
+    else:
+        _on_slices(_COPY, op, (target, source, *args[2:]), kwargs)
+    if whole is not None:
+        target.flat.took(target, whole)
+    return target
+
+
+def _zero_held_back(sharded: list[Sharded]) -> None:
+    for grad in sharded:
+        if isinstance(grad, ShardedGrad):
+            grad.flat.grads.on_access()
+            grad.flat.grads.zero_held_back(grad.segment)
+
+
+def _on_slices(
+    func: Any, op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """The operator's result on the local slices, its writes announced to their flat tensors."""
     changed = _mutated(op, args, kwargs)
     _refuse_split(op, changed)
     storages: dict[Flat, set[int]] = {}
@@ -134,29 +171,15 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         storages.setdefault(target.flat, set()).add(storage_of(target._local))
     for flat, written in storages.items():
         flat.before_slices(written)
-    local = _local_of(op, sharded[0], changed)
+    first = _sharded_in((*args, *kwargs.values()))[0]
+    local = _local_of(op, first, changed)
     result = func(
         *(_mapped(local, value) for value in args),
         **{name: _mapped(local, value) for name, value in kwargs.items()},
     )
-    if op.mutable:
-        for flat, written in storages.items():
-            flat.slices_written(written)
-        if whole is not None:
-            whole[0].flat.took(*whole)
-        return args[0] if op.returns else None
-    # What a parameter shares its version counter with is no inference tensor, as it is none itself.
-    keeps = torch.inference_mode(False) if func in _ALIASES else nullcontext()
-    with keeps:
-        wrapped = _mapped(_wrap_like(sharded), result)
-    if func in _ALIASES and isinstance(wrapped, Sharded):
-        _note_alias(sharded[0], wrapped)
-    return wrapped
-
-
-def _note_alias(of: Sharded, alias: Sharded) -> None:
-    flat = of.flat
-    (flat.grads.handles.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
+    for flat, written in storages.items():
+        flat.slices_written(written)
+    return result
 
 
 def _sharded_in(values: Iterable[object]) -> list[Sharded]:
@@ -311,10 +334,12 @@ def _wrap_like(sharded: list[Sharded]) -> Callable[[object], object]:
     in_order = iter(sharded)
 
     def wrap(x: object) -> object:
-        if not isinstance(x, torch.Tensor):
-            return x
-        like = next(in_order, sharded[0])
-        masters = (like.flat.dtypes.master, like.flat.dtypes.reduce)
-        return Sharded(x, like.flat, like.segment, dtype=None if x.dtype in masters else x.dtype)
+        return _wrapped(x, next(in_order, sharded[0])) if isinstance(x, torch.Tensor) else x
 
     return wrap
+
+
+def _wrapped(local: torch.Tensor, like: Sharded) -> Sharded:
+    masters = (like.flat.dtypes.master, like.flat.dtypes.reduce)
+    dtype = None if local.dtype in masters else local.dtype
+    return Sharded(local, like.flat, like.segment, dtype=dtype)
