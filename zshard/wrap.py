@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -111,58 +111,47 @@ def wrap(
         After any other error the model is as it was, and the other ranks have one, too.
     """
     precision = Precision() if precision is None else precision
-    specs: list[UnitSpec] = []
-    strategies: list[Strategy] = []
-    where, failure = None, None
+    read: _Read | None = None
+    failure = None
     try:
         _check_arguments(model, precision, comm, prefetch, init, device, init_fn)
         if device is not None:
             move(model, device)
-        specs = unit_map(model, units, _ignored_parameters(model, ignored))
-        strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
-        where = check_parameters(specs)
-        check_apart(model, specs)
-        _check_split(specs, precision)
-        _check_inputs(specs, precision)
+        read = _read(model, units, ignored, strategy, precision)
     except Exception as error:
         failure = error  # for the other ranks to know, who are about to meet this one
-    if where is None and failure is not None:
-        where, device = _device_of(model), None
-    where = where or default_device(device, mesh)
+        where = _device_of(model) or default_device(None, mesh)
+    else:
+        where = read.device or default_device(device, mesh)
     transport = Comm(mesh, where, comm, failure)  # raises, on every rank, if one of them has failed
+    assert read is not None
     meta = on_meta(model)
     if transport.world > 1 and init != "trust":
-        in_units = {name for spec in specs for owned in spec.params for name in owned.names}
+        in_units = {name for spec in read.specs for owned in spec.params for name in owned.names}
         policy = (
             f"{precision=}, {prefetch=}, {init=}, init_fn given: {init_fn is not None}, "
             f"on meta outside of units: {sorted(meta.keys() - in_units)}"
         )
-        agree.check(specs, transport, policy, strategies)
+        agree.check(read.specs, transport, policy, read.strategies)
     pool = Pool(1 + prefetch, where, transport.empty, transport.give_back)
     sharder = Sharder(model, precision, transport, where, meta)
     materializer, unusable = None, ""
     made: list[tuple[list[Flat], list[Place]]] = []
     with sharder:
         if init_fn is not None:
-            materializer = Materializer(model, specs, init_fn, where, transport)
+            materializer = Materializer(model, read.specs, init_fn, where, transport)
         else:
             if meta:
-                unusable = allocate_outside(model, specs, where)
-            agree.values(specs, transport, init)
-        for spec, chosen in zip(specs, strategies, strict=True):
+                unusable = allocate_outside(model, read.specs, where)
+            agree.values(read.specs, transport, init)
+        for spec, chosen in zip(read.specs, read.strategies, strict=True):
             if materializer is not None:
                 materializer.fill(spec)
                 agree.values([spec], transport, init)
             made.append(sharder.shard(spec, chosen))
         sharder.reserve(pool)
     transport.settle()
-    built: list[Unit] = []
-    for index, (spec, chosen, (flats, places)) in enumerate(
-        zip(specs, strategies, made, strict=True)
-    ):
-        parent = None if spec.parent is None else built[spec.parent]
-        built.append(Unit(spec, index, parent, chosen, flats, places, transport, pool))
-    pool.reserve([unit.slot_bytes for unit in built])
+    built = _build(read, made, transport, pool)
     if where.type == "cpu":
         # See [Note: what the C library keeps].
         keep_freed(max(unit.full_bytes for unit in built))
@@ -173,6 +162,44 @@ def wrap(
     hook = ModuleHook(partial(_before_load_state_dict, schedule))
     model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
     return model
+
+
+class _Read(NamedTuple):
+    """What this rank alone can say of a model before it is wrapped."""
+
+    specs: list[UnitSpec]  # the unit map, the root first
+    strategies: list[Strategy]  # of each unit
+    device: torch.device | None  # of the parameters; None: there are none, or all are on meta
+
+
+def _read(
+    model: nn.Module,
+    units: Units,
+    ignored: Iterable[str | nn.Parameter | nn.Module] | None,
+    strategy: Choice,
+    precision: Precision,
+) -> _Read:
+    specs = unit_map(model, units, _ignored_parameters(model, ignored))
+    strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
+    device = check_parameters(specs)
+    check_apart(model, specs)
+    _check_split(specs, precision)
+    _check_inputs(specs, precision)
+    return _Read(specs, strategies, device)
+
+
+def _build(
+    read: _Read, made: Sequence[tuple[list[Flat], list[Place]]], comm: Comm, pool: Pool
+) -> list[Unit]:
+    """The units of sharded parameters, and the memory that gathers of them take."""
+    built: list[Unit] = []
+    for index, (spec, strategy, (flats, places)) in enumerate(
+        zip(read.specs, read.strategies, made, strict=True)
+    ):
+        parent = None if spec.parent is None else built[spec.parent]
+        built.append(Unit(spec, index, parent, strategy, flats, places, comm, pool))
+    pool.reserve([unit.slot_bytes for unit in built])
+    return built
 
 
 def _before_load_state_dict(
