@@ -218,3 +218,48 @@ def test_every_elementwise_optimizer_goes_on_bitwise(
     again = make(other.parameters())
     zshard.load(tmp_path / "a", other, again)
     assert train(other, again, 0, range(2, 4)) == wanted
+
+
+class Averaging(torch.optim.Optimizer):
+    """Divides its rate by a count that it keeps for all parameters, as MADGRAD does."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        count = self.state.setdefault("count", torch.zeros((), dtype=torch.int64))
+        self.state.setdefault("name", "averaging")
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["lr"] / float(count + 1))
+        count += 1
+
+
+def test_what_an_optimizer_keeps_for_all_parameters_comes_back(tmp_path: Path) -> None:
+    def begun() -> tuple[nn.Module, Averaging]:
+        model, _ = plain()
+        return model, Averaging(model.parameters())
+
+    model, optimizer = begun()
+    zshard.save(tmp_path / "new", model, optimizer)
+    train(model, optimizer, 0, range(3))
+    zshard.save(tmp_path / "a", model, optimizer)
+    again, other = begun()
+    zshard.load(tmp_path / "a", again, other)
+    assert other.state["count"].dtype == torch.int64 and other.state["name"] == "averaging"
+    assert train(again, other, 0, range(3, 5)) == train(model, optimizer, 0, range(3, 5))
+    assert other.state["count"] == 5
+    zshard.load(tmp_path / "new", again, other)
+    assert not other.state.keys() - set(again.parameters())  # as it was before the first step
+
+
+def test_what_a_checkpoint_cannot_hold_of_an_optimizers_state_is_refused(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    optimizer.state["buffer"] = torch.zeros(3)  # type: ignore[index]
+    with pytest.raises(zshard.OptimizerError, match=r"'buffer', which belongs to no.*\(3,\)"):
+        zshard.save(tmp_path / "a", model, optimizer)
+    del optimizer.state["buffer"]  # type: ignore[arg-type]
+    optimizer.state[3] = 1  # type: ignore[index]
+    with pytest.raises(zshard.InputError, match="has the key 3"):
+        zshard.save(tmp_path / "a", model, optimizer)

@@ -1,79 +1,31 @@
 """What may be done to sharded tensors: elementwise operations, on the local slices.
 
-torch's own optimizers come here for every operation on every parameter, so that what an operator is
-is asked of its schema once. Its arguments and results are tensors, lists of tensors, or neither,
-and never lie deeper, which is why a loop finds them where a walk through a pytree would cost more
-than everything else.
+torch's own optimizers come here for every operation on every parameter. An operator's arguments and
+results are tensors, lists of tensors, or neither, and never lie deeper, which is why a loop finds
+them where a walk through a pytree would cost more than everything else.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .errors import OptimizerError, ShardedAccessError, StateError
 from .handles import storage_of
+from .operators import Operator, operator
 from .param import Sharded, ShardedGrad
 from .slices import own_slice, recut
 
 if TYPE_CHECKING:
     from .flat import Flat
 
-# Elementwise, but without torch's `pointwise` tag: copies, constructors like their argument, and
-# the multi-tensor and fused optimizer kernels.
-_ELEMENTWISE = frozenset(
-    "aten::" + name
-    for name in (
-        *("_to_copy", "alias", "clone", "copy_", "detach", "detach_", "fill_", "lerp_", "zero_"),
-        "masked_fill_",
-        *("empty_like", "full_like", "ones_like", "zeros_like"),
-        *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
-    )
-)
-_ZEROING = ("aten::zero_", "aten::_foreach_zero_")
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _COPY = torch.ops.aten.copy_.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
-_NOT_ELEMENTWISE_FOREACH = re.compile(r"aten::_foreach_(norm|max|powsum)\b")
-
-
-class _Operator(NamedTuple):
-    """What an operator is to sharded tensors."""
-
-    name: str
-    elementwise: bool
-    of_lists: bool  # what lies at one index of its lists is computed together
-    zeroing: bool
-    mutable: bool
-    written: tuple[tuple[int, str], ...]  # the arguments that it writes: position and name
-    returns: bool
-
-
-@functools.cache
-def _operator(func: Any) -> _Operator:
-    schema, name = func._schema, func._schema.name
-    foreach = name.startswith("aten::_foreach_")
-    # torch tags aten::equal as pointwise too, but its one answer is about all elements.
-    pointwise = torch.Tag.pointwise in func.tags and name != "aten::equal"
-    return _Operator(
-        name,
-        (foreach and not _NOT_ELEMENTWISE_FOREACH.match(name)) or name in _ELEMENTWISE or pointwise,
-        foreach or name.startswith("aten::_fused_"),
-        name in _ZEROING,
-        schema.is_mutable,
-        tuple(
-            (position, argument.name)
-            for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-        bool(schema.returns),
-    )
 
 
 def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -86,7 +38,7 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         StateError: if it would change a parameter's dtype or device.
         OptimizerError: if it would change a split master.
     """
-    op = _operator(func)
+    op = operator(func)
     sharded = _sharded_in((*args, *kwargs.values()))
     _check_elementwise(func, op, sharded[0])
     if len(sharded) > 1:
@@ -103,7 +55,7 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     return _mapped(_wrap_like(_sharded_in((*args, *kwargs.values()))), result)
 
 
-def _check_elementwise(func: Any, op: _Operator, first: Sharded) -> None:
+def _check_elementwise(func: Any, op: Operator, first: Sharded) -> None:
     if func is _TO_COPY and first._is_param:
         raise StateError(
             f"{first.fqn}: dtype and device cannot change after zshard.wrap. Convert the "
@@ -114,7 +66,7 @@ def _check_elementwise(func: Any, op: _Operator, first: Sharded) -> None:
 
 
 def _alias(
-    func: Any, op: _Operator, of: Sharded, args: tuple[object, ...], kwargs: dict[str, object]
+    func: Any, op: Operator, of: Sharded, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Sharded:
     """Another tensor of the same slice, or of a split master, which has none."""
     if of._local is None:
@@ -130,7 +82,7 @@ def _alias(
     return alias
 
 
-def _copy(op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> Sharded:
+def _copy(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> Sharded:
     """Write a sharded tensor, or this rank's slice of a whole one, into a sharded tensor."""
     target, source = args[:2]
     if not isinstance(target, Sharded):
@@ -160,7 +112,7 @@ def _zero_held_back(sharded: list[Sharded]) -> None:
 
 
 def _on_slices(
-    func: Any, op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
+    func: Any, op: Operator, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     """The operator's result on the local slices, its writes announced to their flat tensors."""
     changed = _mutated(op, args, kwargs)
@@ -227,7 +179,7 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
 
 
 def _cut_alike(
-    op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
+    op: Operator, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments, those cut in the same places that meet element by element.
 
@@ -267,7 +219,7 @@ def _memory(sharded: Sharded) -> tuple[object, ...]:
 
 
 def _computed_together(
-    op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
+    op: Operator, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[list[Sharded]]:
     """The sharded arguments that meet element by element, with each other."""
     if not op.of_lists:
@@ -276,7 +228,7 @@ def _computed_together(
     return [[x for x in row if isinstance(x, Sharded)] for row in zip_longest(*lists)]
 
 
-def _refuse_split(op: _Operator, changed: list[Sharded]) -> None:
+def _refuse_split(op: Operator, changed: list[Sharded]) -> None:
     for target in changed:
         if target._local is None:
             raise OptimizerError(
@@ -296,7 +248,7 @@ def _copy_into_split(target: Sharded, source: object) -> None:
     target.flat.updated(send_written=True)
 
 
-def _local_of(op: _Operator, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:
+def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:
     written = {id(each) for each in changed}
 
     def local(x: object) -> object:
@@ -320,7 +272,7 @@ def _local_of(op: _Operator, first: Sharded, changed: list[Sharded]) -> Callable
     return local
 
 
-def _mutated(op: _Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:
+def _mutated(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:
     """The sharded arguments that the operator writes."""
     written: list[Sharded] = []
     for position, name in op.written:

@@ -14,7 +14,14 @@ from ..param import Sharded
 from .inventory import Inventory
 from .loading import Match
 from .manifest import Json, Manifest
-from .optimizer_state import held_state, is_scalar, parameters_of, scalar_of
+from .optimizer_state import (
+    COMMON,
+    common_state,
+    held_state,
+    is_scalar,
+    parameters_of,
+    scalar_of,
+)
 
 State = dict[str, Any]
 
@@ -26,17 +33,22 @@ class OptimizerMatch:
     Attributes:
         match: the tensors.
         states: parameter -> what its state is to be.
+        common: what the state of all parameters is to be, by key.
     """
 
     optimizer: Optimizer
     match: Match = field(default_factory=Match)
     states: dict[torch.Tensor, State] = field(default_factory=dict)
+    common: State = field(default_factory=dict)
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def finish(self) -> None:
         """Hand the states, now filled, to the optimizer."""
         for group, options in self.groups:
             group.update(options)
+        for key in common_state(self.optimizer).keys() - self.common.keys():
+            del self.optimizer.state[key]
+        self.optimizer.state.update(self.common)  # type: ignore[arg-type]
         fused = isinstance(self.optimizer, FusedOptimizer)
         for param, state in self.states.items():
             if not fused:
@@ -94,7 +106,11 @@ def match_optimizer(saved: Manifest, optimizer: Optimizer, inventory: Inventory)
             continue
         names[name] = key
         found.states[param] = _state(saved, optimizer, group, param, name, key, match)
-    of_others = [name for name in record.state if name not in names.values()]
+    for key, entry in record.state.get(COMMON, {}).items():
+        # Beside the parameters, where they all are in one place.
+        device = params[0][1].device if params else torch.device("cpu")
+        found.common[key] = _value(entry, f"the optimizer's state {key!r}", device, match)
+    of_others = [name for name in record.state if name not in names.values() and name != COMMON]
     match.unexpected += [f"the optimizer's state of {name}" for name in of_others]
     _match_groups(record.groups, optimizer, inventory, names, found)
     return found
@@ -126,11 +142,7 @@ def _state(
         before = own[state_name] if own else None
         scalar = "tensor" not in entry
         if scalar:
-            try:
-                value = scalar_of(entry, param.device)
-            except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
-                match.problems.append(f"{label}: {error!r}")
-                continue
+            value = _value(entry, label, param.device, match)
             if own is None and state_name == "step":
                 value = _as_torch_counts(value, group, param)
         else:
@@ -150,6 +162,15 @@ def _state(
     if own and not entries:  # as before the first step
         state = {k: torch.zeros_like(v) for k, v in own.items()}
     return state
+
+
+def _value(entry: dict[str, Json], label: str, device: torch.device, match: Match) -> object:
+    """A state that is one value; None if it is none, which ``match`` is told."""
+    try:
+        return scalar_of(entry, device)
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+        match.problems.append(f"{label}: {error!r}")
+        return None
 
 
 def _as_torch_counts(step: object, group: dict[str, Any], param: torch.Tensor) -> object:

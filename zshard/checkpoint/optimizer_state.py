@@ -1,7 +1,8 @@
 """What of an optimizer belongs into a checkpoint, and how it gets it back.
 
 States by parameter and name: tensors of the parameter's shape are stored as tensors; 0-d ones, such
-as the number of steps, as {"value", "dtype", "on"}; other values as {"value"}.
+as the number of steps, as {"value", "dtype", "on"}; other values as {"value"}. What an optimizer
+keeps under a key that is no parameter, for all of them, is stored so under the name "".
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from ..fused import FusedOptimizer
 from ..layout import Range, memory_order
 from ..param import Sharded
 from .held import Held, HeldSlice, HeldWhole
-from .inventory import as_json, saved_range
+from .inventory import as_json, as_text, saved_range
 from .manifest import Json, OptimizerRecord
 
+COMMON = ""  # stands for a parameter's name where a state is of all of them
 _NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
 
 
@@ -64,8 +66,8 @@ def optimizer_inventory(
         first: whether this rank saves what all ranks have whole.
 
     Raises:
-        InputError: for param_groups that JSON cannot hold; see also ``parameters_of``.
-        OptimizerError: for a state that belongs to no element of its parameter.
+        InputError: for param_groups or states that JSON cannot hold; see also ``parameters_of``.
+        OptimizerError: for a tensor that has not one element for each of its parameter's.
     """
     params = parameters_of(optimizer, names)
     if isinstance(optimizer, FusedOptimizer):
@@ -84,20 +86,50 @@ def optimizer_inventory(
     state: dict[str, dict[str, dict[str, Json]]] = {}
     tensors: dict[str, Held] = {}
     scalars: list[tuple[dict[str, Json], torch.Tensor]] = []
+
+    def note(name: str, key: str, value: object, param: torch.Tensor | None) -> None:
+        entry = state[name][key] = {}
+        if isinstance(value, torch.Tensor) and is_scalar(value):
+            scalars.append((entry, value))
+        elif isinstance(value, torch.Tensor) and param is not None:
+            tensors[f"{name}.{key}"] = held_state(param, name, key, value, first=first)
+            entry["tensor"] = f"{name}.{key}"
+        else:
+            of = "" if param is None else f" of {name}"
+            entry["value"] = as_json(value, f"the optimizer's state {key!r}{of}")
+
     for name, param, _ in params:
-        entries = state.setdefault(name, {})
+        state.setdefault(name, {})
         values = {} if id(param) in unused else optimizer.state.get(param, {})
         for key, value in values.items():
-            entry = entries[key] = {}
-            if isinstance(value, torch.Tensor) and is_scalar(value):
-                scalars.append((entry, value))
-            elif isinstance(value, torch.Tensor):
-                tensors[f"{name}.{key}"] = held_state(param, name, key, value, first=first)
-                entry["tensor"] = f"{name}.{key}"
-            else:
-                entry["value"] = as_json(value, f"the optimizer's state {key!r} of {name}")
+            note(name, key, value, param)
+    if common := common_state(optimizer):
+        state[COMMON] = {}
+        for key, value in common.items():
+            _check_common(key, value)
+            note(COMMON, key, value, None)
     _read_scalars(scalars)
     return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
+
+
+def common_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """What it keeps for all parameters: under keys of ``optimizer.state`` that are no tensors."""
+    return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+
+def _check_common(key: object, value: object) -> None:
+    if type(key) is not str:
+        raise InputError(
+            f"the optimizer's state has the key {key!r}: a checkpoint stores those of parameters, "
+            "and text"
+        )
+    as_text(key, "a key of the optimizer's state")
+    if not is_scalar(value):
+        assert isinstance(value, torch.Tensor)
+        raise OptimizerError(
+            f"the optimizer's state {key!r}, which belongs to no parameter, is a tensor of shape "
+            f"{tuple(value.shape)}, not one value; it cannot be saved"
+        )
 
 
 def _never_used(optimizer: Optimizer) -> set[int]:
@@ -108,7 +140,9 @@ def _never_used(optimizer: Optimizer) -> set[int]:
     """
     if not isinstance(optimizer, FusedOptimizer):
         return set()
-    steps = {id(param): values["step"] for param, values in optimizer.state.items() if values}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = {id(param): optimizer.state.get(param) for param in params}
+    steps = {param: values["step"] for param, values in states.items() if values}
     counts = torch.stack(list(steps.values())).tolist() if steps else []
     return {param for param, count in zip(steps, counts, strict=True) if count == 0}
 

@@ -1,0 +1,51 @@
+"""Which of torch's operators work on slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zshard
+from zshard.operators import operator
+
+
+def _operators(prefix: str) -> dict[str, bool]:
+    """Every ATen operator that starts so -> whether all its overloads work on slices."""
+    found: dict[str, bool] = {}
+    for full_name in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full_name.removeprefix("aten::").partition(".")
+        if full_name.startswith("aten::") and name.startswith(prefix):
+            func = getattr(getattr(torch.ops.aten, name), overload or "default")
+            found[name] = found.get(name, True) and operator(func).elementwise
+    return found
+
+
+def test_lists_are_computed_on_slices_but_by_reductions_and_matrix_products() -> None:
+    found = _operators("_foreach_")
+    not_elementwise = {name for name, elementwise in found.items() if not elementwise}
+    possible = ("norm", "max", "powsum", "mm")  # of which older versions of torch have fewer
+    assert not_elementwise == {f"_foreach_{name}" for name in possible} & found.keys()
+    assert {"_foreach_norm", "_foreach_max"} <= not_elementwise
+    assert {
+        "_foreach_abs_",
+        "_foreach_clamp_max",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    } <= found.keys()
+
+
+@pytest.mark.parametrize("name", ["equal", "rrelu", "mm", "sum", "cumsum", "sort", "softmax"])
+def test_what_needs_other_elements_or_their_random_numbers_is_not_elementwise(name: str) -> None:
+    assert not _operators(name)[name]
+
+
+@pytest.mark.parametrize("name", ["_foreach_mm", "mm"])
+def test_matrix_products_of_shards_are_refused(name: str) -> None:
+    if not hasattr(torch, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    model = zshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    weights = [param.detach() for param in model.parameters() if param.ndim == 2]
+    left, right = (weights, weights) if name.startswith("_foreach") else weights
+    with pytest.raises(zshard.ShardedAccessError, match=f"{name} needs the whole"):
+        getattr(torch, name)(left, right)
