@@ -263,3 +263,32 @@ def test_what_a_checkpoint_cannot_hold_of_an_optimizers_state_is_refused(tmp_pat
     optimizer.state[3] = 1  # type: ignore[index]
     with pytest.raises(zshard.InputError, match="has the key 3"):
         zshard.save(tmp_path / "a", model, optimizer)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that holds another one, whose states its state_dict gives, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: None = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, object]:
+        return self.inner.state_dict()
+
+
+def test_an_optimizer_around_another_is_refused_and_the_inner_one_saved(tmp_path: Path) -> None:
+    model, _ = plain()
+    inner = torch.optim.AdamW(model.parameters())
+    optimizer = Around(inner)
+    train(model, optimizer, 0, range(1))
+    with pytest.raises(zshard.OptimizerError, match=r"Around keeps the states of inlet.*that one"):
+        zshard.save(tmp_path / "a", model, optimizer)
+    zshard.save(tmp_path / "a", model, inner)
+    again, _ = plain()
+    other = torch.optim.AdamW(again.parameters())
+    zshard.load(tmp_path / "a", again, other)
+    steps = range(1, 3)
+    assert train(again, Around(other), 0, steps) == train(model, optimizer, 0, steps)

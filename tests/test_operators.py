@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zshard
@@ -49,3 +53,31 @@ def test_matrix_products_of_shards_are_refused(name: str) -> None:
     left, right = (weights, weights) if name.startswith("_foreach") else weights
     with pytest.raises(zshard.ShardedAccessError, match=f"{name} needs the whole"):
         getattr(torch, name)(left, right)
+
+
+@pytest.mark.parametrize("change", ["abs_", "sign_", "gt_", "copysign_", "heaviside_", "clamp_"])
+def test_elementwise_operations_in_place_change_the_slices(change: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 5)
+    model = zshard.wrap(copy.deepcopy(plain))
+    with torch.no_grad():
+        for weight in (plain.weight, model.weight):
+            others = {"abs_": (), "sign_": (), "clamp_": (-0.1, 0.1)}.get(change, (-weight / 2,))
+            getattr(weight, change)(*others)
+    assert torch.equal(zshard.full_param(model, "weight"), plain.weight)
+
+
+@pytest.mark.parametrize("name", ["untyped_storage", "data_ptr", "numpy"])
+def test_the_memory_of_a_sharded_tensor_is_refused_by_name(name: str) -> None:
+    model = zshard.wrap(nn.Linear(3, 5))
+    with pytest.raises(zshard.ShardedAccessError, match=rf"weight: {name} needs.*full_param"):
+        getattr(model.weight, name)()
+
+
+def test_files_of_shards_are_refused(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(3, 5))
+    with pytest.raises(zshard.ShardedAccessError, match="needs the whole of it"):
+        save_file(model.state_dict(), tmp_path / "x.safetensors")
+    save_file(zshard.state_dict(model), tmp_path / "x.safetensors")
+    whole = load_file(tmp_path / "x.safetensors")["weight"]
+    assert torch.equal(whole, zshard.full_param(model, "weight"))

@@ -171,3 +171,11 @@ def test_a_state_in_memory_order_is_not_taken_for_a_whole_one() -> None:
     states["state"][0]["exp_avg"] = states["state"][0]["exp_avg"].flatten()
     with pytest.raises(zshard.OptimizerError, match=r"expected \(3, 2, 3, 3\), got \(54,\)"):
         optimizer.load_state_dict(states)
+
+
+def test_sparse_gradients_of_a_plain_model_are_refused() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = zshard.AdamW(table.parameters())
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(zshard.OptimizerError, match=r"\(5, 3\) has a gradient of layout.*sparse"):
+        optimizer.step()

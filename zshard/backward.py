@@ -140,7 +140,8 @@ class Backward:
         if torch.is_grad_enabled():
             raise StateError(
                 "backward(create_graph=True) through a wrapped model: the gradients that zshard "
-                "reduces have no graph of their own. Differentiate twice before zshard.wrap."
+                "reduces have no graph of their own. Leave a model unwrapped whose gradients are "
+                "differentiated again, as the critic of a gradient penalty is."
             )
         self._forwards.require_values("a backward")
         self._reducer.settle()  # what ended the last one elsewhere, before the others are met

@@ -264,4 +264,10 @@ def _plain_grad(param: torch.Tensor) -> torch.Tensor:
     """The gradient of a plain parameter, 1-D in the parameter's memory order."""
     if param.grad is None:
         return flat_view(param)  # the segment is inactive: never read
+    if param.grad.layout is not torch.strided:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(param.shape)} has a gradient of layout "
+            f"{param.grad.layout}; zshard's optimizers take dense ones. Wrapped models' are dense; "
+            "for a plain one take torch.optim.SparseAdam"
+        )
     return param.grad.permute(memory_order(param.stride())).reshape(-1)

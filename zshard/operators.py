@@ -41,7 +41,7 @@ def operator(func: Any) -> Operator:
     if foreach:
         elementwise = _foreach_of_elementwise(name.removeprefix("aten::_foreach_"))
     else:
-        elementwise = _is_pointwise(func) or name in _ELEMENTWISE
+        elementwise = _is_pointwise(func) or name in _ELEMENTWISE or _is_in_place_of_pointwise(func)
     return Operator(
         name,
         elementwise,
@@ -62,6 +62,14 @@ def _is_pointwise(func: Any) -> bool:
     # whose random numbers would be those of another element.
     random = torch.Tag.nondeterministic_seeded in func.tags
     return torch.Tag.pointwise in func.tags and func._schema.name != "aten::equal" and not random
+
+
+def _is_in_place_of_pointwise(func: Any) -> bool:
+    """Whether it is like ``abs_``, which torch does not tag, while ``abs`` it does."""
+    name = func._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    other = getattr(packet, func._overloadname, None)
+    return other is not None and _is_pointwise(other)
 
 
 def _foreach_of_elementwise(name: str) -> bool:

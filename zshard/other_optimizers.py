@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .batches import has_grad
 from .errors import OptimizerError
 from .fused import FusedOptimizer
+from .lent import refuse_lost_step
 from .param import Sharded
 from .updates import note_step
 
@@ -35,9 +36,13 @@ def _before_step(
     """See that all ranks make the same step, and that it does not fail halfway.
 
     Raises:
-        OptimizerError: if it has states of whole tensors for sharded parameters, or others' shards.
+        OptimizerError: if it has states of whole tensors for sharded parameters, or others' shards;
+            if nothing of the model would change.
         StateError: if no_sync holds back a gradient.
     """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            refuse_lost_step(param)
     if isinstance(optimizer, FusedOptimizer):
         return
     # A closure runs the last backward of the step, which may be the one that reduces.
@@ -67,8 +72,9 @@ def _refuse_other_states(param: Sharded, states: Mapping[str, object]) -> None:
         if whole and value.ndim > 0 and value.shape == param.shape:  # type: ignore[attr-defined]
             raise OptimizerError(
                 f"the optimizer's state {name!r} of {param.fqn} is of the whole parameter: it had "
-                "taken steps before zshard.wrap, or a plain state_dict was loaded. Wrap the model "
-                "first, or make a new optimizer; zshard's take plain state_dicts."
+                "taken steps before zshard.wrap, a plain state_dict was loaded, or it makes such "
+                "states itself and cannot work on shards. Wrap the model first, or make a new "
+                "optimizer; zshard's take plain state_dicts."
             )
 
 

@@ -229,7 +229,10 @@ def _needs_memory(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
-for _name in ("tolist", "numpy", "item", "share_memory_", "data_ptr", "__dlpack__", "__array__"):
+for _name in (
+    *("tolist", "numpy", "item", "share_memory_", "data_ptr", "__dlpack__", "__array__"),
+    *("untyped_storage", "storage"),  # whose address safetensors, and so save_pretrained, ask for
+):
     setattr(Sharded, _name, _needs_memory(_name))
 
 

@@ -16,6 +16,7 @@ from .comm import Tag
 from .digest import digest
 from .errors import InputError, StateError
 from .flat import Flat, user_attributes
+from .lent import lend, take_back
 from .param import Sharded
 from .schedule import Schedule
 from .slices import own_slice
@@ -74,6 +75,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     schedule.begin_call("full_params")
     lent = [[_lend(flat, schedule) for flat in unit.flats] for unit in schedule.units]
+    given = [whole for params in lent for flat_params in params for whole in flat_params]
     updates = [flat.updates for flat in schedule.flats]
     schedule.whole = True
     try:
@@ -85,6 +87,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         taken = _taken(schedule, lent)
     finally:
         schedule.whole = False
+        for each in given:
+            take_back(each)
         for unit in schedule.units:
             unit.hold([flat.params for flat in unit.flats])
     if write and updates != [flat.updates for flat, _ in taken]:
@@ -197,6 +201,7 @@ def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
     ):
         whole = nn.Parameter(segment.view_of(full), requires_grad=trained)
         whole.__dict__.update(user_attributes(param))
+        lend(whole, param)
         lent.append(whole)
     return lent
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..buffers import persistent_buffers
 from ..errors import InputError
@@ -129,9 +129,10 @@ def _as_json(value: object, what: str) -> Json:
         return as_text(value, what)
     if value is None or type(value) in (bool, int, float):
         return value  # type: ignore[return-value]
+    remedy = ". Tensors belong into buffers of the model" if isinstance(value, Tensor) else ""
     raise InputError(
         f"{what} is a {type(value).__name__}, which JSON does not have: store None, booleans, "
-        "numbers, text, lists and dicts of them. Tensors belong into buffers of the model."
+        f"numbers, text, lists and dicts of them{remedy}"
     )
 
 

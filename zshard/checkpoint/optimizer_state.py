@@ -108,6 +108,7 @@ def optimizer_inventory(
         for key, value in common.items():
             _check_common(key, value)
             note(COMMON, key, value, None)
+    _refuse_states_elsewhere(optimizer, params)
     _read_scalars(scalars)
     return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
 
@@ -115,6 +116,22 @@ def optimizer_inventory(
 def common_state(optimizer: Optimizer) -> dict[Any, Any]:
     """What it keeps for all parameters: under keys of ``optimizer.state`` that are no tensors."""
     return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+
+def _refuse_states_elsewhere(
+    optimizer: Optimizer, params: Sequence[tuple[str, torch.Tensor, dict[str, Any]]]
+) -> None:
+    """Refuse an optimizer around another one, which ``optimizer.state`` does not show."""
+    if isinstance(optimizer, FusedOptimizer):
+        return
+    told = optimizer.state_dict().get("state", {})
+    for key, values in told.items():
+        if isinstance(key, int) and values and not optimizer.state.get(params[key][1]):
+            raise OptimizerError(
+                f"the {type(optimizer).__name__} keeps the states of {params[key][0]} elsewhere "
+                "than in its own .state, perhaps in an optimizer inside it; they would be lost. "
+                "Give zshard.save and zshard.load that one"
+            )
 
 
 def _check_common(key: object, value: object) -> None:
@@ -176,7 +193,8 @@ def held_state(
         return HeldSlice(value, param.shape, memory_order(param.stride()), 0, mine)
     raise OptimizerError(
         f"the optimizer's state {key!r} of {name} {tuple(param.shape)} is a tensor of shape "
-        f"{tuple(value.shape)}, not one element for each of the parameter's; it cannot be saved"
+        f"{tuple(value.shape)}, not one element for each of the parameter's; it cannot be saved. "
+        "Save without the optimizer, or keep the state as a 0-d tensor or a number"
     )
 
 

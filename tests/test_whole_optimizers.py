@@ -1,0 +1,102 @@
+"""Optimizers of whole matrices beside a wrapped model: what works, what would change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Blocks, loss_of
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import zshard
+
+
+def _batches(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, 3, generator=generator) for _ in range(3)]
+
+
+def _muon(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in params if param.ndim == 2], lr=0.1)
+
+
+def muon_of_whole_tensors_takes_the_plain_models_steps(rank: int, world: int) -> None:
+    """Follow the README: whole tensors of one's own, their gradients, and back into the shards."""
+    torch.manual_seed(0)
+    plain = Blocks()
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks())
+    names = [name for name, _ in model.named_parameters()]
+    whole = {name: zshard.full_param(model, name) for name in names}
+    optimizer, reference = _muon(list(whole.values())), _muon(list(plain.parameters()))
+    for batches in zip(*map(_batches, range(world)), strict=True):
+        loss_of(model, batches[rank]).backward()
+        for name, value in whole.items():
+            value.grad = zshard.full_grad(model, name)
+        optimizer.step()
+        with zshard.full_params(model, write=True) as inside, torch.no_grad():
+            for name, param in inside.named_parameters():
+                param.copy_(whole[name])
+        model.zero_grad()
+        losses = [loss_of(plain, batch) / world for batch in batches]
+        torch.autograd.backward(losses)
+        reference.step()
+        reference.zero_grad()
+    for name, param in plain.named_parameters():
+        found = zshard.full_param(model, name)
+        torch.testing.assert_close(found, param, rtol=1e-6 if world == 1 else 1e-4, atol=1e-6)
+        assert world > 1 or torch.equal(found, param)
+
+
+def test_muon_of_whole_tensors_takes_the_plain_models_steps() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip(f"torch {torch.__version__} has no Muon")
+    muon_of_whole_tensors_takes_the_plain_models_steps(0, 1)
+    run_ranks(muon_of_whole_tensors_takes_the_plain_models_steps, 2)
+
+
+def _with_gradients() -> nn.Module:
+    model = zshard.wrap(Blocks())
+    loss_of(model, torch.randn(4, 3)).backward()
+    return model
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, zshard.AdamW, zshard.SGD])
+def test_a_step_on_lent_parameters_without_gradients_is_refused(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
+    model = _with_gradients()
+    with zshard.full_params(model, write=True) as inside:
+        optimizer = kind(inside.parameters(), lr=0.1)
+        with pytest.raises(zshard.OptimizerError, match=r"lends has no gradient.*full_grad"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, zshard.AdamW, zshard.SGD])
+def test_a_step_on_parameters_that_were_lent_before_is_refused(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
+    model = _with_gradients()
+    grads = {name: zshard.full_grad(model, name) for name, _ in model.named_parameters()}
+    with zshard.full_params(model, write=True) as inside:
+        for name, param in inside.named_parameters():
+            param.grad = grads[name]
+        before = next(inside.parameters()).clone()
+        optimizer = kind(inside.parameters(), lr=0.1)
+        optimizer.step()  # which the context takes
+        assert not torch.equal(next(inside.parameters()), before)
+    with pytest.raises(zshard.OptimizerError, match="lent while it lasted"):
+        optimizer.step()
+    with (
+        zshard.full_params(model, write=True),
+        pytest.raises(zshard.OptimizerError, match="lent while it lasted"),
+    ):
+        optimizer.step()
+
+
+def test_lent_parameters_that_nobody_trains_may_be_in_an_optimizer() -> None:
+    model = zshard.wrap(Blocks())
+    with zshard.full_params(model, write=True) as inside:
+        torch.optim.SGD(inside.parameters()).step()  # no gradients anywhere: nothing is lost
