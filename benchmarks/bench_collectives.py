@@ -23,7 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from zshard import ops
-from zshard.comm import Comm, Tag, Transport
+from zshard.comm import Comm, Transport
+from zshard.tag import Tag
 
 _TAG = Tag(0, "bench", "unit")
 _GRADIENTS = 8  # tensors that are packed

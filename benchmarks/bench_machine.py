@@ -23,11 +23,12 @@ from rank_group import run_ranks
 from torch import nn
 from tqdm import tqdm
 
-from zshard.comm import Comm, Tag
+from zshard.comm import Comm
 from zshard.handle import Handle
 from zshard.planning.machine import Link, Machine
 from zshard.planning.rehearsal import Meter
 from zshard.planning.work import Work
+from zshard.tag import Tag
 from zshard.unitmap import UnitSpec
 
 _Found = TypeVar("_Found")

@@ -250,7 +250,7 @@ def test_after_an_exception_on_one_rank_all_are_told_and_go_on_as_if_it_had_not_
         said = "rank 0: a backward; rank 1: a forward, after one that raised an exception"
         assert said in results[0][1]
     else:
-        assert "StateError: the last backward raised an exception on rank 1" in results[0][1]
+        assert "StateError: on rank 1 a backward of this step" in results[0][1]
 
 
 def dies(rank: int, world_size: int, messages: bool) -> None:
@@ -306,8 +306,8 @@ def strayed(rank: int, world_size: int) -> tuple[list[str], list[Tensor], list[T
 def test_a_backward_that_takes_another_way_is_refused_on_all_ranks_once_and_then_expected() -> None:
     first, second = run_ranks(strayed, 2)
     assert len(first[0]) == len(second[0]) == 1
-    assert first[0][0].startswith("2: the last backward raised an exception on rank 1")
-    assert second[0][0].startswith("2: rank 1: backward came to unit 'blocks.1'")
+    assert first[0][0].startswith("2: on rank 1 a backward of this step")
+    assert second[0][0].startswith("2: rank 1: backward reached unit 'blocks.1' by another way")
     for _, ours, theirs in (first, second):
         assert all(map(torch.equal, ours, theirs))
 

@@ -89,7 +89,7 @@ def no_checkpoint(rank: int, size: int, folder: str) -> None:
     Path(folder, "file").touch()
     os.makedirs(f"{folder}/things/inside", exist_ok=True)
     for path, words in {
-        "gone": "no checkpoint",
+        "gone": "does not exist",
         "file": "a file",
         "things": "no checkpoint.json",
     }.items():
@@ -261,7 +261,7 @@ def test_a_save_or_load_inside_a_forward_or_full_params_is_refused(tmp_path: Pat
     model, _ = plain()
     zshard.save(tmp_path / "a", model, extra=1)
     hook = model.blocks[1].register_forward_hook(lambda *_: zshard.save(tmp_path / "a", model))
-    with pytest.raises(zshard.StateError, match=r"save\(.*\) is for between steps"):
+    with pytest.raises(zshard.StateError, match=r"save\(.*\) can only be called between steps"):
         model(torch.randn(4, 3))
     hook.remove()
     with zshard.full_params(model, write=True):

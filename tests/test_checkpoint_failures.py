@@ -180,7 +180,7 @@ def test_a_checkpoint_that_lost_its_manifest_does_not_give_way_to_the_one_it_rep
         (base / "x").rename(base / ".x.replaced")
         (base / "y").rename(base / "x")
         (base / "x" / "checkpoint.json").unlink()
-        with pytest.raises(zshard.CheckpointError, match="is no checkpoint of zshard"):
+        with pytest.raises(zshard.CheckpointError, match="is not a zshard checkpoint"):
             states.at(base / "x")
         with pytest.raises(zshard.CheckpointError, match="a folder with other things in it"):
             states.save("new", base / "x")

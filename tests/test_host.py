@@ -161,7 +161,7 @@ def failing(rank: int, world_size: int) -> str:
 
 def test_a_backward_that_raised_on_another_host_is_told() -> None:
     message, _ = run_ranks(failing, 2)
-    assert "raised an exception on rank 1" in message
+    assert "on rank 1 a backward of this step" in message
 
 
 def groups_made(rank: int, world_size: int) -> list[int]:

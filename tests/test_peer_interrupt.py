@@ -81,7 +81,7 @@ def interrupted(
             except (KeyboardInterrupt, zshard.CommError) as error:
                 if not isinstance(error, KeyboardInterrupt):
                     assert "rank 1 (process" in str(error)
-                    assert "has given up: KeyboardInterrupt was raised in it" in str(error)
+                    assert "left the collectives: KeyboardInterrupt was raised in it" in str(error)
                 seen = type(error).__name__
                 try:
                     zshard.reset(model)
@@ -155,7 +155,7 @@ def interrupted_in_an_op(rank: int, world_size: int, op: str) -> list[str]:
 def test_an_interrupt_between_waits_is_told_at_once(op: str) -> None:
     ranks = run_ranks(interrupted_in_an_op, 2, op, timeout=30)
     assert ranks[kVictim][0].startswith("KeyboardInterrupt")
-    assert "rank 1" in ranks[0][0] and "has given up" in ranks[0][0]
+    assert "rank 1" in ranks[0][0] and "has left the collectives" in ranks[0][0]
     assert ranks[0][1] == ranks[1][1], "the next step is whole"
 
 
@@ -192,9 +192,9 @@ def test_a_rank_that_goes_on_without_a_reset_is_refused_and_so_are_the_others(
         if rank == kVictim:
             assert said[0].startswith(kind.__name__)
         else:
-            assert re.search(rf"rank 1 \(process \d+\) has given up: .*{why}", said[0])
+            assert re.search(rf"rank 1 \(process \d+\) has left the collectives: .*{why}", said[0])
         for later in said[1:]:
-            assert "this rank has given up" in later
+            assert "this rank has left the collectives" in later
             assert "call zshard.reset(model) on every rank" in later
 
 
@@ -218,7 +218,7 @@ def test_where_the_rank_ends_the_others_are_told_and_a_reset_says_that_it_cannot
         run_ranks(leaves, 3, str(tmp_path), timeout=30)
     for rank in (0, 2):
         first, second = (tmp_path / str(rank)).read_text().split("\n", 1)
-        assert re.search(r"rank 1 \(process \d+\) has (given up|ended)", first)
+        assert re.search(r"rank 1 \(process \d+\) has (left the collectives|ended)", first)
         assert "reset in reset of unit 'root'" in second
         assert re.search(r"rank 1 \(process \d+\) has", second)
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
-from zshard.comm import Tag
+from zshard.tag import Tag
 from zshard.wrap import schedule_of
 
 

@@ -17,9 +17,10 @@ from ranks import RankFailure, run_ranks
 
 import zshard
 from zshard import processes
-from zshard.comm import Comm, Tag
+from zshard.comm import Comm
 from zshard.groups import Ranks
 from zshard.processes import Life, Processes
+from zshard.tag import Tag
 
 _CPU = torch.device("cpu")
 _TAG = Tag(3, "gather", "blocks.0")

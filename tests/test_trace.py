@@ -13,7 +13,7 @@ from steps import all_by_messages, one_step
 from traced import bytes_by_op, calls_by_op, check, trained
 
 import zshard
-from zshard.comm import Tag
+from zshard.tag import Tag
 from zshard.wrap import schedule_of
 
 kStrategies = ["zero3", "zero2", "zero1", "ddp"]

@@ -15,7 +15,7 @@ from torch.profiler import profile
 from traced import bytes_by_op, check, trained
 
 import zshard
-from zshard.comm import Tag
+from zshard.tag import Tag
 from zshard.trace import Event
 from zshard.wrap import schedule_of
 

@@ -136,7 +136,7 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
     ("arguments", "message"),
     [
         (["--data", "no/such/place"], "no such file or folder"),
-        (["--data", "EMPTY"], "there is no file in there"),
+        (["--data", "EMPTY"], "no files found"),
         (["--data", "SHORT"], "99 bytes of text in 1 files are too few"),
         (["--width", "50"], "width=50 is not a multiple of .* = 12: .*try width=60"),
         (["--steps", "0"], "--steps 0: it has to be 1 or more"),
@@ -144,7 +144,7 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--lr", "inf"], "--lr inf: it has to be above 0, and finite"),
         (["--weight-decay", "nan"], "--weight-decay nan: it has to be 0 or more"),
         (["--seed", str(2**63)], "it has to be 9223372036854775807 or less"),
-        (["--resume", "EMPTY"], "there is no whole checkpoint in there"),
+        (["--resume", "EMPTY"], "it contains no whole checkpoint"),
         (["--out", "SHORT/run"], "--out .*/SHORT/run: .*/SHORT is no folder"),
         (["--plan", "--machine", "h1"], "machine='h1': expected one of a100, h100, h200"),
     ],

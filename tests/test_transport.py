@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 from zshard import discovery, transport
-from zshard.comm import Comm, Tag
+from zshard.comm import Comm
+from zshard.tag import Tag
 from zshard.wrap import schedule_of
 
 

@@ -166,8 +166,8 @@ def with_header(change: Callable[[dict[str, dict[str, object]]], object]) -> Dam
     [
         (lambda p: p.unlink(), "neither model.safetensors.index.json nor"),
         (lambda p: rewrite(p, lambda d: d[:5]), "cut short"),
-        (lambda p: rewrite(p, lambda d: d[:-1]), "its header tells of"),
-        (lambda p: rewrite(p, lambda d: d + b"x"), "its header tells of"),
+        (lambda p: rewrite(p, lambda d: d[:-1]), "its header describes"),
+        (lambda p: rewrite(p, lambda d: d + b"x"), "its header describes"),
         (lambda p: rewrite(p, lambda d: b"\xff" * 8 + d[8:]), "no safetensors file"),
         (lambda p: rewrite(p, lambda d: d[:8] + b"x" + d[9:]), "header is damaged"),
         (with_header(lambda h: h["inlet.bias"].update(shape=[8])), "header is damaged"),
@@ -213,7 +213,7 @@ def test_indices_that_lead_elsewhere_are_refused(tmp_path: Path, index: str) -> 
     path = tmp_path / "inside/model.safetensors.index.json"
     path.write_text(index)
     model = zshard.wrap(blocks(2))
-    with pytest.raises(zshard.CheckpointError, match=r"index of safetensors|no file beside it"):
+    with pytest.raises(zshard.CheckpointError, match=r"index of safetensors|name of a file"):
         zshard.load_weights(model, path)
 
 

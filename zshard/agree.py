@@ -8,11 +8,12 @@ from typing import NamedTuple, cast
 
 import torch
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .digest import digest
 from .errors import MismatchError
 from .layout import dense_stride
 from .strategy import Strategy
+from .tag import Tag
 from .unitmap import UnitSpec
 
 
@@ -74,7 +75,7 @@ def check(
             if ours != theirs:
                 raise MismatchError(
                     f"parameters are registered in another order on rank {rank}: {theirs} where "
-                    f"rank 0 has {ours}"
+                    f"rank 0 has {ours}. Every rank must build the same model."
                 )
 
 
@@ -100,7 +101,7 @@ def _compare(name: str, facts: Sequence[_Fact | None]) -> None:
     a, b = getattr(first, field), getattr(other, field)
     raise MismatchError(
         f"parameter {name}: rank 0 and ranks {differing} differ in {field}: {a!r} on rank 0, "
-        f"{b!r} on rank {differing[0]}"
+        f"{b!r} on rank {differing[0]}. Every rank must build the same model."
     )
 
 

@@ -24,11 +24,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .crew import Crew
 from .errors import StateError
 from .meeting import Ask, Message, refuse, refuse_but_who_left, refuse_trained, trained_names
 from .program import Key, Op, Programs, Run, Turn, leads_to
+from .tag import Tag
 from .unit import State, Unit
 
 # The agreements of all models that are wrapped over the same ranks, by number. A rank may be asked
@@ -266,8 +267,9 @@ class Agreement:
             # They are not to be met before they have reduced without this rank's gradients.
             self._give_up(True)
             raise StateError(
-                f"rank {self._comm.place}: backward came to unit {unit.label!r} not as before. "
-                "The step's gradients are dropped on every rank; repeat it, and it may differ."
+                f"rank {self._comm.place}: backward reached unit {unit.label!r} by another way "
+                "than the one before. The step's gradients are dropped on every rank. Repeat the "
+                "step; from then on this way is expected."
             )
         if run.reduces:
             run.ready_on = {index: {self._comm.place} for index in run.ready}

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import MismatchError
+from .tag import Tag
 
 _SMALL = 1 << 20  # bytes
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from . import ops
 from .batches import has_grad
-from .comm import Tag
 from .errors import InputError, StateError
 from .param import Sharded
 from .schedule import Schedule
+from .tag import Tag
 from .wrap import schedule_of
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_: keeps the factor finite where the norm is 0

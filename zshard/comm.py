@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from .phase import require_untransformed
 from .refusal import Refusal
 from .simulated import ranks_of
 from .streams import Lane
+from .tag import Tag
 from .trace import Trace
 from .trace_records import Transfer
 from .transport import (
@@ -34,17 +35,6 @@ from .transport import (
 )
 
 _NOTHING = nullcontext()
-
-
-class Tag(NamedTuple):
-    """The fingerprint of a collective: when in training, in which phase, for which unit."""
-
-    step: int
-    phase: str
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{self.phase} of unit {self.unit!r} in step {self.step}"
 
 
 class Comm:
@@ -193,7 +183,7 @@ class Comm:
         if self.shards.in_memory and not self.broken:
             start = time.perf_counter()
             with self.named_errors("reclaim", tag):
-                self.shards.note("reclaim", *tag)
+                self.shards.note("reclaim", tag)
                 self.shards.reclaim(lent)
             self._waited("reclaim", tag, None, start)
 
@@ -305,14 +295,14 @@ class Comm:
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
         if self.left:
             raise CommError(
-                f"rank {self.place} of {self.world}: {op} in {tag} is refused, as the other ranks "
-                f"would take it for another one: {self.left}, in the middle of a collective. Start "
-                "the processes anew, from the last checkpoint."
+                f"rank {self.place} of {self.world}: {op} in {tag} is refused: {self.left}, which "
+                "left that collective half done, and the other ranks would mistake this one for "
+                "it. Start the processes anew, from the last checkpoint."
             )
         self.stats.calls[op] += 1
         self.stats.sent_bytes[op] += sent
         if over.sends(op):
             self.stats.wire_bytes[op] += sent
-        over.note(op, *tag)
+        over.note(op, tag)
         if self.interpose is not None:
             self.interpose(op, tag)

@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.autograd.profiler import record_function
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import StateError
 from .phase import NEXT_PHASES, Phase
 from .reduction import Reducer
+from .tag import Tag
 from .unit import State, Unit
 
 _NOTHING = nullcontext()
@@ -38,8 +39,8 @@ class Crew:
         """
         if phase not in NEXT_PHASES[self.phase]:
             raise StateError(
-                f"the model is {self.phase.value}, which cannot become {phase.name} "
-                f"({phase.value}). Call zshard.reset(model) first."
+                f"{phase.name} ({phase.value}) cannot begin while the model is "
+                f"{self.phase.value}. Call zshard.reset(model) first."
             )
         self.phase = phase
 

@@ -48,7 +48,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         else:
             raise InputError(f"--data {text}: no such file or folder")
     if not files:
-        raise InputError(f"--data {' '.join(paths)}: there is no file in there")
+        raise InputError(f"--data {' '.join(paths)}: no files found")
     return files
 
 

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import CommError
 from .flat import Flat
 from .groups import Ranks, Rows
 from .handle import Handle
 from .pool import Pool, Scratch
 from .streams import Mark, compute_waits
+from .tag import Tag
 
 
 class Stage(NamedTuple):

@@ -21,6 +21,7 @@ from .messages import Messenger, Together, Work
 if TYPE_CHECKING:
     from .neighbours import Neighbours
     from .processes import Processes
+    from .tag import Tag
 
 # torch 2.13 renamed these, and warns at every call by the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -139,10 +140,10 @@ class Ranks:
         """A context in which an exception would leave other ranks waiting: they are told."""
         return nullcontext()
 
-    def note(self, op: str, step: int, phase: str, unit: str) -> None:
+    def note(self, op: str, tag: Tag) -> None:
         """Have the others see what this rank is at, should it be missed."""
         if self.neighbours is not None:
-            self.neighbours.note(op, step, phase, unit)
+            self.neighbours.note(op, tag)
 
     def reclaim(self, lent: torch.Tensor) -> None:
         """Wait until ``lent``, which a collective took from this rank, may be written again."""
@@ -285,7 +286,7 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     except RuntimeError as error:
         raise WrapError(
             f"the process group (backend {dist.get_backend(group)!r}) has no backend for {device}, "
-            "where the parameters are: pass device=..., or initialise the group for it"
+            "where the parameters are: pass device=..., or give init_process_group a backend for it"
         ) from error
 
 

@@ -12,7 +12,8 @@ from .streams import Mark, compute_waits
 from .trace_records import Transfer
 
 if TYPE_CHECKING:
-    from .comm import Comm, Tag
+    from .comm import Comm
+    from .tag import Tag
 
 
 class Handle:

@@ -11,9 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import InputError
 from .param import Sharded
+from .tag import Tag
 
 
 class Guard(TorchDispatchMode):

@@ -23,11 +23,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .buffers import persistent_buffers
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import InputError, WrapError
 from .flat import user_attributes
 from .groups import groups_of
 from .init_calls import Guard, RandomNumbers
+from .tag import Tag
 from .unitmap import Owned, UnitSpec, owned_parameters
 
 InitFn = Callable[[nn.Module], object]

@@ -6,8 +6,9 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import MismatchError
+from .tag import Tag
 from .unit import Unit
 
 

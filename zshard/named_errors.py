@@ -10,7 +10,8 @@ from .errors import CommError, Error
 from .neighbours import Missed
 
 if TYPE_CHECKING:
-    from .comm import Comm, Tag
+    from .comm import Comm
+    from .tag import Tag
 
 
 class NamedErrors(NamedTuple):

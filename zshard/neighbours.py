@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .groups import Ranks, gather_objects
 from .processes import Processes
 from .shared import Arena, Window
+from .tag import Tag
 
 _SLICE_SECONDS = 0.05  # of a wait, between looks at whether the others are alive
 _MAILBOX_BYTES = 1 << 20  # of each rank
@@ -62,13 +63,14 @@ class Neighbours:
 
     # --- who is missing --------------------------------------------------------------------------
 
-    def note(self, op: str, step: int, phase: str, unit: str) -> None:
+    def note(self, op: str, tag: Tag) -> None:
         """Have the others see what this rank is at, should it be missed."""
-        text = self._texts.get((op, phase, unit))
+        key = op, tag.phase, tag.unit
+        text = self._texts.get(key)
         if text is None:
-            text = f"{op} in {phase} of unit {unit!r}".encode()[: _NOTE_BYTES - 32]
-            self._texts[op, phase, unit] = text
-        self._write_note(b"%b in step %d\0" % (text, step))
+            text = f"{op} in {tag.what}".encode()[: _NOTE_BYTES - 32]
+            self._texts[key] = text
+        self._write_note(b"%b in step %d\0" % (text, tag.step))
 
     def _write_note(self, text: bytes) -> None:
         if not self.failed:
@@ -82,8 +84,8 @@ class Neighbours:
     def __enter__(self) -> None:
         if self.failed:
             raise Missed(
-                f"this rank has given up ({self.failed}); call zshard.reset(model) on every rank, "
-                "or start anew"
+                f"this rank has left the collectives ({self.failed}); call zshard.reset(model) on "
+                "every rank, or start anew"
             )
 
     def __exit__(
@@ -123,7 +125,7 @@ class Neighbours:
         noted = self._noted(late)
         name = self._processes.name(late)
         if noted.startswith(_FAILED.decode()):
-            return f"{name} has given up: {noted[1:]}"
+            return f"{name} has left the collectives: {noted[1:]}"
         seen = f"It was seen last at {noted}" if noted else "It has not been seen yet"
         ended = self._processes.ended()
         if late in ended:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from .comm import Tag
 from .errors import CommError
 from .peer import PeerRanks
 from .schedule import LIVE, Schedule
+from .tag import Tag
 from .updates import Tally
 
 

@@ -17,7 +17,7 @@ from itertools import chain
 
 import torch
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import StateError
 from .flat import Flat
 from .flight import Flight, Route
@@ -25,6 +25,7 @@ from .handle import Handle
 from .param import Sharded
 from .pool import Pool, Scratch
 from .refusal import attempt, raise_together
+from .tag import Tag
 from .unit import Unit
 
 Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Crew.doing``
@@ -173,9 +174,9 @@ class Reducer:
         if not self._failed:
             who = f"rank {place}" if failures == 1 else f"{failures} ranks"
             raise StateError(
-                f"the last backward raised an exception on {who} (or one before it, inside "
-                "no_sync), or took another way there than before, and the gradients of this step "
-                "are dropped on every rank. Repeat the step."
+                f"on {who} a backward of this step (the last one, or one inside no_sync) raised an "
+                "exception, or took another way than before. The step's gradients are dropped on "
+                "every rank. Repeat the step."
             )
 
     def reduce(self, unit: Unit, tag: Tag, doing: Doing) -> None:

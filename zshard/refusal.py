@@ -10,7 +10,8 @@ from .errors import Error
 from .shared import NoSharedMemory
 
 if TYPE_CHECKING:
-    from .comm import Comm, Tag
+    from .comm import Comm
+    from .tag import Tag
 
 
 class Refusal(NamedTuple):

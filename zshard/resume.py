@@ -70,7 +70,7 @@ def find_origin(path: Path) -> Origin:
         passed_over = list_folder(str(folder)).broken if folder.exists() else {}
         if newest is None:
             why = "".join(f"\n  {problem}" for problem in passed_over.values())
-            raise InputError(f"--resume {path}: there is no whole checkpoint in there{why}")
+            raise InputError(f"--resume {path}: it contains no whole checkpoint{why}")
         path = Path(newest)
     return Origin(path, _progress(path, summarize(str(path)).extra), passed_over)
 

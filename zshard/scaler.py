@@ -13,10 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from .batches import has_grad
-from .comm import Tag
 from .errors import InputError
 from .param import Sharded
 from .schedule import Schedule
+from .tag import Tag
 
 
 class _Part(NamedTuple):

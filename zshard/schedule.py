@@ -315,7 +315,7 @@ class Schedule:
         if self.whole and torch.is_grad_enabled():
             raise StateError(
                 "the model was called with gradients enabled inside zshard.full_params: gradients "
-                "of whole parameters go nowhere. Call it under torch.no_grad(), or outside."
+                "of whole parameters are lost. Call it under torch.no_grad(), or outside."
             )
         return self.whole
 
@@ -340,8 +340,8 @@ class Schedule:
             self.reset()
         if self.crew.phase is not Phase.IDLE:
             raise StateError(
-                f"{what} is for between steps, and the model is {self.crew.phase.value}, in the "
-                "middle of which it would communicate. If an exception has left it there, call "
+                f"{what} can only be called between steps, and the model is "
+                f"{self.crew.phase.value}. If an exception has left it there, call "
                 "zshard.reset(model) first."
             )
         word = self.updates.word()

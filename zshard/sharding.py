@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import CommError
 from .flat import Flat, lend
 from .materialize import swap_contents
@@ -29,6 +29,7 @@ from .reduction import scratch_sizes
 from .refusal import Refusal, attempt, raise_together
 from .shared import NoSharedMemory
 from .strategy import Strategy
+from .tag import Tag
 from .transport import say_fallback
 from .unitmap import Owned, UnitSpec, flat_groups, owned_parameters
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .comm import Tag
 from .errors import InputError, ShardedAccessError
 from .param import Sharded, ShardedGrad
+from .tag import Tag
 
 
 def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:

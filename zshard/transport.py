@@ -131,8 +131,8 @@ def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
     if hindrance.lack:
         raise NoSharedMemory(hindrance.text)
     raise WrapError(
-        f"comm='peer': {hindrance.text}. Ranks have to be processes of one user on one Linux "
-        "host; comm='group' goes through the process group."
+        f"comm='peer': {hindrance.text}. It needs processes of one user on one Linux host; "
+        "comm='group' goes through the process group."
     )
 
 

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .errors import ShardedAccessError, StateError
 from .flat import Flat
 from .handle import Handle
@@ -26,6 +26,7 @@ from .place import Place
 from .pool import Pool, Slot, aligned
 from .strategy import Strategy
 from .structure import map_tensors, tensors_in
+from .tag import Tag
 from .unitmap import UnitSpec
 
 
@@ -112,9 +113,7 @@ class Unit:
     def encloses(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""
         above = other.parent
-        while above is not None and above is not self:
-            above = above.parent
-        return above is self
+        return above is not None and (above is self or self.encloses(above))
 
     # --- gather and reshard ----------------------------------------------------------------------
 

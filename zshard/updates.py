@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from .comm import Comm, Tag
+from .comm import Comm
 from .digest import digest
 from .errors import MismatchError
 from .flat import Flat
 from .param import Sharded
+from .tag import Tag
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -137,9 +138,9 @@ class Updates:
         found = _first_difference(cast("list[dict[str, object]]", told))
         if len({tally.changes for tally in everyone}) > 1:
             raise MismatchError(
-                f"since they last met the ranks have changed {[t.changes for t in everyone]} "
-                "flat buffers: the optimizer's step, or another change of parameters, was left out "
-                f"on some{f' ({found})' if found else ''}. {_MEND}"
+                "an optimizer's step, or another change of parameters, was left out on some ranks: "
+                f"since they last met they have changed {[t.changes for t in everyone]} flat "
+                f"buffers, rank by rank{f' ({found})' if found else ''}. {_MEND}"
             )
         raise MismatchError(
             "since they last met the ranks have changed the parameters differently: "

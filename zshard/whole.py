@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from . import agree
-from .comm import Tag
 from .digest import digest
 from .errors import InputError, StateError
 from .flat import Flat, user_attributes
@@ -20,6 +19,7 @@ from .lent import lend, take_back
 from .param import Sharded
 from .schedule import Schedule
 from .slices import own_slice
+from .tag import Tag
 from .unit import State
 from .wrap import schedule_of
 

@@ -90,10 +90,10 @@ def find(target: str) -> str:
     if vacant and files.exists(os.path.join(replaced(target), NAME)):
         return replaced(target)
     if not files.exists(target):
-        raise CheckpointError(f"{target}: there is no checkpoint, nor anything else")
+        raise CheckpointError(f"{target}: does not exist")
     if not files.is_folder(target):
         raise CheckpointError(f"{target}: is a file; a checkpoint is a folder with {NAME}")
-    raise CheckpointError(f"{target}: is no checkpoint of zshard: it has no {NAME}")
+    raise CheckpointError(f"{target}: is not a zshard checkpoint: it has no {NAME}")
 
 
 def targets_in(folder: str) -> list[str]:

@@ -49,7 +49,7 @@ def run_ckpt(action: str, path: str, *, as_json: bool = False) -> int:
     if not inspect.is_checkpoint(path) and os.path.isdir(path):
         listing = inspect.list_folder(path)
         if not listing.checkpoints and not listing.unreadable:
-            raise CheckpointError(f"{path}: is no checkpoint, and there is none in it")
+            raise CheckpointError(f"{path}: is not a checkpoint, and contains none")
         print(json.dumps(listing.as_json(), indent=2) if as_json else _lines(listing))
         return 0
     summary = inspect.summarize(path)

@@ -57,7 +57,7 @@ class File:
             with _names(self.path):
                 count = os.pwrite(self.descriptor, rest, offset)
             if count == 0:
-                raise CheckpointError(f"{self.path}: the system writes nothing at byte {offset}")
+                raise CheckpointError(f"{self.path}: nothing was written at byte {offset}")
             rest, offset = rest[count:], offset + count
 
     def read(self, into: bytearray | memoryview, offset: int) -> None:
@@ -115,7 +115,7 @@ def read_whole(path: str, limit: int) -> bytes:
     """All of a file, of at most ``limit`` bytes."""
     with File.to_read(path) as file:
         if (size := file.size()) > limit:
-            raise CheckpointError(f"{path}: has {size} bytes; {limit} are the most that are read")
+            raise CheckpointError(f"{path}: has {size} bytes, more than the limit of {limit}")
         data = bytearray(size)
         file.read(data, 0)
     return bytes(data)

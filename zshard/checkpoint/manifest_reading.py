@@ -57,7 +57,9 @@ def read_manifest(folder: str) -> Manifest:
     if prefix is None:
         raise CheckpointError(f"{path}: damaged, or not written by zshard")
     if int(prefix[1]) != FORMAT:
-        raise CheckpointError(f"{path}: of format {int(prefix[1])}; this zshard reads {FORMAT}")
+        raise CheckpointError(
+            f"{path}: of format {int(prefix[1])}; this version of zshard reads format {FORMAT}"
+        )
     content = text[prefix.end() : -2]
     if text[-2:] != b"}\n" or checksum(content, int(prefix[2])) != prefix[3].decode():
         raise CheckpointError(f"{path}: damaged (its checksum is not the one it says)")

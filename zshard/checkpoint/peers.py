@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .. import errors
-from ..comm import Comm, Tag
+from ..comm import Comm
 from ..errors import CommError, Error
+from ..tag import Tag
 
 T = TypeVar("T")
 

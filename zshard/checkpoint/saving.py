@@ -248,7 +248,7 @@ class Job:
             ends = [0, *(part.end for part in parts)]
             if ends != [*(part.begin for part in parts), math.prod(task.slab.shape)]:
                 raise CheckpointError(
-                    f"{self.target}: the ranks together do not have all of {task.name}"
+                    f"{self.target}: no rank has some of the elements of {task.name}"
                 )
             tensors[task.kind][task.name] = Stored(
                 task.file,

@@ -153,7 +153,7 @@ def read_header(file: File) -> dict[str, Slab]:
             raise CheckpointError(f"{file.path}: {name} does not begin where the one before ends")
         end += slab.nbytes
     if end != size:
-        raise CheckpointError(f"{file.path}: has {size} bytes, and its header tells of {end}")
+        raise CheckpointError(f"{file.path}: has {size} bytes, and its header describes {end}")
     return slabs
 
 

@@ -99,7 +99,7 @@ def _find_weights(path: str) -> tuple[str, dict[str, Stored]]:
         CheckpointError: if there are none, or they are damaged.
     """
     if not files.exists(path):
-        raise CheckpointError(f"{path}: there is nothing")
+        raise CheckpointError(f"{path}: does not exist")
     if files.is_folder(path):
         for name in (_INDEX, _SINGLE):
             if files.exists(os.path.join(path, name)):
@@ -130,7 +130,7 @@ def _read_index(path: str) -> dict[str, str]:
         raise CheckpointError(f"{path}: no index of safetensors files: {error!r}") from error
     for tensor, file in pairs:
         if not isinstance(file, str) or os.path.basename(file) != file or not file:
-            raise CheckpointError(f"{path}: {tensor} in {file!r}, which is no file beside it")
+            raise CheckpointError(f"{path}: {tensor} in {file!r}, which is not the name of a file")
     return dict(pairs)
 
 

@@ -58,7 +58,10 @@ def _of_transformers(model: object) -> nn.Module:
                 ) from None
             raise InputError(f"{model}: cannot be read as a configuration: {error}") from error
     if not isinstance(config, transformers.PretrainedConfig):
-        raise InputError(f"zshard.plan: a {type(model).__name__} is no model or configuration")
+        raise InputError(
+            "zshard.plan: expected a module or a transformers configuration, got a "
+            f"{type(model).__name__}"
+        )
     names = getattr(config, "architectures", None) or []
     architecture = getattr(transformers, str(names[0]), None) if names else None
     with torch.device("meta"):
