@@ -242,16 +242,20 @@ def rank_main(settings: list[Setting], effort: Effort, variant: Variant) -> dict
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
     several = {"nargs": "+"}
-    parser.add_argument("--model", choices=[*SIZES], default=["25m", "100m"], **several)
-    parser.add_argument("--tokens", type=int, default=[128, 1024], help="of a rank", **several)
+    parser.add_argument(
+        "--model", choices=[*SIZES], default=["25m", "100m"], help="default: 25m 100m", **several
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=[128, 1024], help="of a rank; default: 128 1024", **several
+    )
     parser.add_argument(
         "--precision",
         choices=["fp32", "bf16", "bf16/bf16"],
         default=["fp32", "bf16/bf16"],
         **several,
     )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--comm", choices=["group", "peer"], default="group")
+    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    parser.add_argument("--comm", choices=["group", "peer"], default="group", help="default: group")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     arguments = parser.parse_args(argv)

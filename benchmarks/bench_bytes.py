@@ -101,11 +101,15 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         program, "%(prog)s [options]", cast("str", __doc__).splitlines()[0]
     )
     several = {"nargs": "+"}
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", choices=SIZES, default=["25m"], **several)
-    parser.add_argument("--tokens", type=positive, default=128, help="of a rank")
-    parser.add_argument("--precision", choices=TOLERANCE, default=list(TOLERANCE), **several)
-    parser.add_argument("--ranks", type=positive, default=[8], help="N, simulated", **several)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--model", choices=SIZES, default=["25m"], help="default: 25m", **several)
+    parser.add_argument("--tokens", type=positive, default=128, help="of a rank; default: 128")
+    parser.add_argument(
+        "--precision", choices=TOLERANCE, default=list(TOLERANCE), help="default: all", **several
+    )
+    parser.add_argument(
+        "--ranks", type=positive, default=[8], help="N, simulated; default: 8", **several
+    )
     parser.add_argument(
         "--zshard", metavar="VARIANT,...", default="zero3", help="as of zshard bench step"
     )

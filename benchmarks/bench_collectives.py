@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Measure, print the table, write the file; ends the process with status 2 on bad input."""
     parser = argparse.ArgumentParser(program, "%(prog)s [options]", __doc__.splitlines()[0])
     parser.add_argument("--millions", type=positive, nargs="+", help="of elements; default: 16 25")
-    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
     parser.add_argument("--quick", action="store_true", help="under a minute: only a look")
     parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     arguments = parser.parse_args(argv)

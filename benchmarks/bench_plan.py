@@ -190,14 +190,22 @@ def table(cases: Sequence[Case]) -> str:
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=[*SIZES], default=["25m"], nargs="+")
-    parser.add_argument("--tokens", type=int, default=[128], help="of a rank", nargs="+")
+    parser.add_argument(
+        "--model", choices=[*SIZES], default=["25m"], help="default: 25m", nargs="+"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=[128], help="of a rank; default: 128", nargs="+"
+    )
     parser.add_argument(
         "--precision", choices=["fp32", "bf16", "bf16/bf16"], default=["fp32", "bf16"], nargs="+"
     )
-    parser.add_argument("--ranks", type=int, default=[1, 2, 4], nargs="+")
+    parser.add_argument("--ranks", type=int, default=[1, 2, 4], help="default: 1 2 4", nargs="+")
     parser.add_argument(
-        "--comm", choices=["group", "peer"], default=["group", "peer"], nargs="+", help="both"
+        "--comm",
+        choices=["group", "peer"],
+        default=["group", "peer"],
+        nargs="+",
+        help="default: both",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")

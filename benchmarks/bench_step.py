@@ -223,8 +223,13 @@ def make_step_parser(program: str | None) -> argparse.ArgumentParser:
         "prefetch=0, reduce=bf16, peer (comm='peer'), trace (record every step), split (the master "
         "as two planes, where bf16 computes), joined by + in one variant; default: zero3",
     )
-    parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--backend", choices=("gloo", "nccl", "fake"), default="gloo")
+    parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
+    parser.add_argument(
+        "--backend",
+        choices=("gloo", "nccl", "fake"),
+        default="gloo",
+        help="fake: one rank of many, simulated; default: gloo",
+    )
     parser.add_argument(
         "--network",
         metavar="RATE",

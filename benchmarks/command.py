@@ -17,7 +17,7 @@ def make_parser(description: str, program: str | None) -> argparse.ArgumentParse
     """A parser with the options of every benchmark."""
     # A usage of twenty options would hide the error below it.
     parser = argparse.ArgumentParser(program, "%(prog)s [options]", description)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--quick", action="store_true", help="under a minute: only a look")
     parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the figures into FILE.png")

@@ -110,7 +110,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="zshard", description="Trains models that do not fit on one device."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, how zshard was built, devices and backends")
+    commands.add_parser(
+        "info",
+        help="versions, how zshard was built, devices and backends",
+        description="Prints versions, how zshard was built, devices and backends.",
+    )
     add_plan(
         commands.add_parser(
             "plan",
@@ -123,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         help="measure zshard beside torch and other libraries",
         description="Measures zshard beside torch and other libraries, all in one run.",
-        epilog="zshard bench ops --help and zshard bench step --help list their options.",
+        epilog="zshard bench NAME --help lists the options of one of them.",
         formatter_class=argparse.RawTextHelpFormatter,
     )
     measured.add_argument(
@@ -134,7 +138,13 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="the benchmark's own options"
     )
-    add_ckpt(commands.add_parser("ckpt", help="look into checkpoints, and check them"))
+    add_ckpt(
+        commands.add_parser(
+            "ckpt",
+            help="look into checkpoints, and check them",
+            description="Looks into checkpoints, without a model or other ranks, and checks them.",
+        )
+    )
     _add_train(
         commands.add_parser(
             "train",

@@ -21,8 +21,12 @@ from .wrap import schedule_of
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients without reducing them, as in DDP.
 
-    Each rank adds up its own whole gradients, which costs their full size in memory; the first
-    backward outside the context reduces the sum.
+    Each rank adds up its own whole gradients, which costs their full size in memory (none where
+    the strategy keeps whole gradient buffers); the first backward outside the context reduces the
+    sum. Every rank has to use it for the same backwards.
+
+    Raises:
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     before, schedule.backward.sync = schedule.backward.sync, False
@@ -41,6 +45,7 @@ def method(model: nn.Module, name: str) -> Callable[..., Any]:
 
     Raises:
         InputError: if the model has no such method.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     function = getattr(model, name, None) if isinstance(name, str) else None
@@ -121,5 +126,11 @@ def reset(model: nn.Module) -> None:
 
 
 def stats(model: nn.Module) -> CommStats:
-    """The counters of the model's collectives: calls, bytes, and seconds the host waited."""
+    """The counters of the model's collectives: calls, bytes, and seconds the host waited.
+
+    They are live, of this rank alone, and count from wrap on.
+
+    Raises:
+        WrapError: if the model is not wrapped.
+    """
     return schedule_of(model).comm.stats

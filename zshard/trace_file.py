@@ -42,7 +42,8 @@ def merge_traces(path: str | PathLike[str], parts: Iterable[str | PathLike[str]]
     """Make one file of those that the ranks have saved: a process a rank, on one clock.
 
     Args:
-        parts: what ``Trace.save`` has written.
+        path: of the file to write.
+        parts: the ranks' files, which ``Trace.save`` has written.
 
     Raises:
         InputError: for a part that is no such file, two of one rank, or a path that cannot be

@@ -41,7 +41,13 @@ class UnitBytes(Bytes):
 
 
 class Memory(TypedDict):
-    """The result of ``memory``."""
+    """The result of ``memory``, in bytes of this rank.
+
+    Keys:
+        now: each kind of bytes as it is.
+        peak: the most of each kind so far, since wrap or the last ``reset_peak``.
+        units: what each unit holds now, in the order of the unit map.
+    """
 
     now: Bytes
     peak: Bytes
@@ -62,6 +68,9 @@ def memory(model: nn.Module, *, reset_peak: bool = False) -> Memory:
 
     Args:
         reset_peak: let the next peak begin from what there is now, after this reading.
+
+    Raises:
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     pool, units = schedule.pool, _by_unit(schedule)

@@ -27,8 +27,13 @@ from .wrap import schedule_of
 def full_param(model: nn.Module, name: str) -> torch.Tensor:
     """The whole parameter ``name``: the master's value in the parameter's own dtype and shape.
 
+    A collective: every rank has to call it, between steps. The tensor is a copy.
+
     Raises:
         InputError: if the model has no such parameter, or it is whole (``ignored``).
+        MismatchError: on every rank, if they do not all call it, or have made other updates.
+        StateError: inside a forward or backward; if the parameters hold no valid values.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
@@ -39,8 +44,14 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
 def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     """The whole reduced gradient of ``name``, in the reduce dtype; None where the plain model's is.
 
+    A collective: every rank has to call it, between backward and ``zero_grad``. The tensor is a
+    copy.
+
     Raises:
         InputError: if the model has no such parameter, or it is whole (``ignored``).
+        MismatchError: on every rank, if they do not all call it, or have made other updates.
+        StateError: inside a forward or backward; for a gradient that ``no_sync`` holds back.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
@@ -55,8 +66,9 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
 def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     """Whole parameters in the modules of ``model``, on every rank, for the length of the context.
 
-    They are the masters' values in the parameters' own dtypes. The model may be called inside under
-    torch.no_grad(), on any rank, without communication.
+    They are the masters' values in the parameters' own dtypes. A collective: every rank has to
+    enter, between steps. The model may be called inside under torch.no_grad(), on any rank, without
+    communication.
 
     Args:
         write: take what the context leaves in the parameters as their new values. Every rank has
@@ -68,7 +80,9 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         StateError: inside a forward or backward, or inside another full_params; at the end of one
             for writing, if a sharded parameter was changed meanwhile (by an optimizer's step, say).
         InputError: at the end, for a parameter that was replaced by one of another shape.
-        MismatchError: on every rank, at the end of one for writing, if ranks left other values.
+        MismatchError: on every rank, if they do not all enter; at the end of one for writing, if
+            ranks left other values.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     if schedule.whole:
@@ -155,7 +169,13 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def mark_updated(model: nn.Module) -> None:
-    """Say that ``local_shards`` were written: the next gather sends the new values."""
+    """Say that ``local_shards`` were written: the next gather sends the new values.
+
+    Each rank for itself; call it on all that wrote, before the next forward.
+
+    Raises:
+        WrapError: if the model is not wrapped.
+    """
     for flat in schedule_of(model).flats:
         flat.updated(send_written=False)
 

@@ -36,8 +36,9 @@ class Loaded:
 
     Attributes:
         extra: what ``zshard.save`` was given.
-        missing: what the model (or optimizer) has and the checkpoint does not; unexpected: what the
-            checkpoint has and the model does not. Empty lists unless ``strict=False``.
+        missing: what the model (or optimizer) has and the checkpoint does not.
+        unexpected: what the checkpoint has and the model does not. Both are empty unless
+            ``strict=False``.
     """
 
     extra: Any = None  # what JSON has
@@ -71,8 +72,11 @@ def load(
             are missing, unexpected, or of another shape or dtype; files that are missing or cut.
             If data is found damaged, the model is left in part loaded, and refuses to run until a
             load succeeds.
+        CommError: if a rank cannot be reached.
         InputError: for an optimizer of other parameters.
+        MismatchError: on every rank, if they load with different arguments.
         StateError: inside a forward or backward.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     label = catalogue.shown(path)

@@ -33,7 +33,8 @@ class SaveHandle:
 
     Attributes:
         path: of the checkpoint.
-        total_bytes: that this rank writes; written_bytes: those it has written.
+        total_bytes: bytes that this rank has to write.
+        written_bytes: bytes that it has written.
         told: whether ``wait`` has told of the end.
     """
 

@@ -53,6 +53,8 @@ def load_weights(
 
     Raises:
         CheckpointError: on every rank; as for ``load``.
+        InputError: for a ``rename`` that gives neither text nor None.
+        MismatchError: on every rank, if they load with different arguments.
         StateError: inside a forward or backward.
     """
     schedule = schedule_of(model)
