@@ -90,7 +90,7 @@ def find(target: str) -> str:
     if vacant and files.exists(os.path.join(replaced(target), NAME)):
         return replaced(target)
     if not files.exists(target):
-        raise CheckpointError(f"{target}: does not exist")
+        raise CheckpointError(f"{target}: no checkpoint: it does not exist")
     if not files.is_folder(target):
         raise CheckpointError(f"{target}: is a file; a checkpoint is a folder with {NAME}")
     raise CheckpointError(f"{target}: is not a zshard checkpoint: it has no {NAME}")
