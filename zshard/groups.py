@@ -290,6 +290,22 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         ) from error
 
 
+def _require_one_order(mesh: DeviceMesh) -> None:
+    """Refuse a 2-D mesh whose rows, or columns, have their ranks in different orders.
+
+    torch sorts the ranks of a group. So the replicas of a shard would not be those of one column,
+    and not all groups would number their ranks alike.
+    """
+    for dim, name in enumerate(("columns", "rows")):
+        order = mesh.mesh.argsort(dim=dim)
+        if not torch.equal(order, order.narrow(1 - dim, 0, 1).expand_as(order)):
+            raise InputError(
+                f"mesh={mesh.mesh.tolist()}: its {name} have their ranks in different orders, and "
+                "torch sorts the ranks of a process group, so that replicas would hold other "
+                "shards than the mesh says. Order them alike, for instance ascending."
+            )
+
+
 def groups_of(
     mesh: dist.ProcessGroup | DeviceMesh | None,
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -300,7 +316,8 @@ def groups_of(
             the sharding group; a 2-D DeviceMesh, (replicate, shard).
 
     Raises:
-        InputError: for a mesh of more than two dimensions, or of another type.
+        InputError: for a mesh of more than two dimensions, or of another type; for a 2-D one whose
+            rows, or columns, order their ranks differently.
     """
     if mesh is None:
         return None, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -308,6 +325,7 @@ def groups_of(
         if mesh.ndim == 1:
             return None, mesh.get_group()
         if mesh.ndim == 2:
+            _require_one_order(mesh)
             return mesh.get_group(0), mesh.get_group(1)
         raise InputError(
             f"mesh has {mesh.ndim} dimensions; zshard.wrap takes a 1-D mesh to shard over, or a "

@@ -1,0 +1,51 @@
+"""HSDP over a mesh whose ranks are not in ascending order, while torch's groups sort theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+import zshard
+
+
+def one_step(rank: int, world_size: int, rows: Sequence[Sequence[int]], comm: str) -> str:
+    """The refusal; "" once a step has equalled the plain model's."""
+    plain, model = models.build("odd_parameters"), models.build("odd_parameters")
+    try:
+        zshard.wrap(model, mesh=DeviceMesh("cpu", rows), comm=comm)
+    except zshard.InputError as error:
+        return str(error)
+    for place in range(world_size):
+        loss = plain(models.batches("odd_parameters", 1, place)[0]).square().mean()
+        (loss / world_size).backward()
+    model(models.batches("odd_parameters", 1, rank)[0]).square().mean().backward()
+    for name, param in plain.named_parameters():
+        grad = zshard.full_grad(model, name)
+        assert (grad is None) == (param.grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(grad, param.grad)
+    return ""
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("rows", [[[0, 2], [1, 3]], [[3, 1], [2, 0]], [[1, 0], [3, 2]]])
+def test_rows_and_columns_in_one_order_each_train_as_the_plain_model(
+    rows: Sequence[Sequence[int]], comm: str
+) -> None:
+    assert run_ranks(one_step, 4, rows, comm) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [([[0, 1], [3, 2]], "its rows have"), ([[0, 3], [1, 2]], "its columns have")],
+)
+def test_rows_or_columns_in_different_orders_are_refused_on_every_rank(
+    rows: Sequence[Sequence[int]], said: str
+) -> None:
+    for refusal in run_ranks(one_step, 4, rows, "auto"):
+        assert str(rows) in refusal and said in refusal
