@@ -203,7 +203,7 @@ def no_tensor_is_kept(rank: int, world_size: int) -> bool:
     model, step = trained()
     with zshard.trace(model) as trace:
         step(rank, 2)
-    memory = weakref.ref(schedule_of(model).units[1].flats[0].recv)
+    memory = weakref.ref(schedule_of(model).units[1].flats[0].full.recv)
     watched = weakref.ref(model)
     del model, step
     gc.collect()

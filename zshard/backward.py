@@ -198,7 +198,7 @@ class Backward:
         if not self._crew.has_peers:
             return ""
         units = self._units
-        passed = [u.index for u in units if not any(flat.is_come_to() for flat in u.flats)]
+        passed = [u.index for u in units if not any(flat.full.is_come_to() for flat in u.flats)]
         return " ".join(map(str, passed))
 
     def _leaf_grad(self, unit: Unit) -> None:

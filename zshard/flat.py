@@ -1,34 +1,19 @@
-"""One flat buffer of a unit: its segments, its master and gradients, and the whole parameters.
-
-[Note: the version counter guards a gathered buffer]
-Autograd saves views of the full buffer in forward and reads them in backward. In between the
-unit is resharded, its memory holds another unit, and it is gathered again into the same place.
-All leaves of a flat buffer share the version counter of ``base``. While the unit is gathered the
-counter says which values the buffer holds (twice the number of updates of the master); while it is
-not, it says so by an odd number. So a graph that reads a weight that is not there, or one that an
-optimizer has changed since, gets autograd's own "modified by an inplace operation" error, never
-another unit's numbers.
-"""
+"""One flat buffer of a unit: where its segments lie, its master, its gradients, its full buffer."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C import _will_engine_execute_node
-from torch._C._autograd import _unsafe_set_version_counter
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn import Parameter
 
 from . import ops
 from .comm import Comm
+from .full_buffer import FullBuffer
 from .gradient import Gradients
 from .handles import Aliases, shares, storage_of
 from .hooks import ParamHooks
 from .layout import Layout, Local
-from .leaf import as_autograd_sees, set_alive
 from .master import Master
 from .param import Sharded
 from .precision import Dtypes
@@ -48,10 +33,9 @@ class Flat:
         master: (O,), the authority.
         grads: the reduced gradients of the owned range, in the reduce dtype.
         resident: (N * S,) compute dtype, the full buffer where that stays in memory; else None.
-        base: (N * S,) compute dtype, the full buffer; the leaves are views of it.
-        recv: the same memory as bytes, for the collective. (gloo knows few dtypes.)
+        full: what is there of the whole parameters while they are gathered.
         sent: this rank's part of what the collective gathers, likewise.
-        params: the sharded parameters; leaves: what the modules hold while gathered.
+        params: the sharded parameters; ``full.leaves`` are the whole ones.
         trained: of each parameter, whether it requires a gradient; alike at first, as the unit map
             puts them together, but users may freeze and unfreeze single ones.
 
@@ -88,12 +72,6 @@ class Flat:
         # The schedule's: called when a parameter has got a value that all ranks have to give alike.
         self.on_whole_value: Callable[[int, torch.Tensor], None] = lambda index, whole: None
         self.updates = 0
-        self._marked = 0  # the version counter of `base` as we last set it
-        self.leaves: list[Parameter] = []
-        self._watched: set[int] = set()  # leaves that call at their gradient
-        self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
-        self.base: torch.Tensor | None = None
-        self.recv: torch.Tensor | None = None
         self.resident: torch.Tensor | None = None
         self.master = self._allocate(params, lent, stays=strategy.resident or not self.needs_gather)
         self.sent = self.master.send.view(torch.uint8)
@@ -103,6 +81,7 @@ class Flat:
             Sharded(None if dtypes.split else self.master.read(a, b), self, i, is_param=True)
             for i, (a, b, _) in enumerate(self._locals)
         ]
+        self.full = FullBuffer(self.layout.segments, self.params, self.trained, self.hooks)
 
     def _allocate(
         self, params: Sequence[torch.Tensor], lent: torch.Tensor | None, *, stays: bool
@@ -143,7 +122,7 @@ class Flat:
 
     def let_go(self) -> None:
         """Free the memory at once, whoever still refers to this; it is of no more use."""
-        del self.master, self.sent
+        del self.master, self.sent, self.full
         self.resident, self.params = None, []
 
     @property
@@ -173,67 +152,15 @@ class Flat:
     # --- the full buffer -------------------------------------------------------------------------
 
     def attach(self, memory: torch.Tensor, on_leaf_grad: Callable[[int], None]) -> None:
-        """Make ``memory`` (N * S,) the full buffer, and new leaves as views of it."""
-        # Leaves outlive a first use under inference_mode, so they are made outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            self._attach(memory, on_leaf_grad)
+        """Make ``memory`` (N * S,) the full buffer, which holds no values of it yet."""
+        self.full.attach(memory, on_leaf_grad)
         self.mark(valid=False)
 
-    def _attach(self, memory: torch.Tensor, on_leaf_grad: Callable[[int], None]) -> None:
-        # Two aliases of one memory: the collective writes `recv`, whose version counter nobody
-        # looks at; see [Note: the version counter guards a gathered buffer] for `base`'s.
-        self.recv = _alias(memory).view(torch.uint8)
-        self.base = _alias(memory)
-        self.leaves = []
-        self._watched.clear()
-        self._accumulators = None
-        self._on_leaf_grad = on_leaf_grad
-        for index, segment in enumerate(self.layout.segments):
-            leaf = Parameter(segment.view_of(self.base), requires_grad=self.trained[index])
-            leaf.__dict__.update(user_attributes(self.params[index]))
-            self.leaves.append(leaf)
-            self._watch(index)
+    def mark(self, *, valid: bool) -> None:
+        """Say whether the full buffer holds the master's values; see ``FullBuffer.mark``."""
+        self.full.mark(self.updates, valid=valid)
 
-    def leaf(self, index: int) -> Parameter:
-        """What the modules hold of parameter ``index`` while it is whole."""
-        leaf, trained = self.leaves[index], self.trained[index]
-        if leaf.requires_grad != trained:  # frozen or not while a module held it
-            leaf.requires_grad_(trained)
-            self._accumulators = None
-        return leaf
-
-    def is_come_to(self) -> bool:
-        """Whether the backward under way makes a gradient of any leaf.
-
-        To be asked in one of its hooks.
-        """
-        if self._accumulators is None:
-            with as_autograd_sees():
-                trained = [leaf for leaf in self.leaves if leaf.requires_grad]
-                self._accumulators = [get_gradient_edge(leaf).node for leaf in trained]
-        try:
-            return any(map(_will_engine_execute_node, self._accumulators))
-        except RuntimeError:  # in torch.autograd.grad, which makes none
-            return False
-
-    def _watch(self, index: int) -> None:
-        """Have backward call when the gradient of leaf ``index`` is there."""
-        leaf = self.leaves[index]
-        if not leaf.requires_grad or index in self._watched:
-            return
-        self._watched.add(index)
-        flat = weakref.ref(self)  # autograd keeps hooks out of the garbage collector's sight
-
-        def change(grad: torch.Tensor) -> torch.Tensor:
-            owner = flat()
-            return grad if owner is None else owner.hooks[index].change(grad)
-
-        def done(leaf: torch.Tensor) -> None:
-            if (owner := flat()) is not None:
-                owner._on_leaf_grad(index)
-
-        leaf.register_hook(change)  # type: ignore[no-untyped-call]
-        leaf.register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
+    # --- trained or frozen -----------------------------------------------------------------------
 
     @property
     def requires_grad(self) -> bool:
@@ -250,11 +177,9 @@ class Flat:
         if self.grads.is_held_back(index):
             self.grads.before_access(index)
         self.trained[index] = value
-        if self.leaves:
-            with as_autograd_sees():
-                self.leaves[index].requires_grad_(value)
-                self._watch(index)
-            self._accumulators = None
+        self.full.set_trained(index, value)
+
+    # --- the master ------------------------------------------------------------------------------
 
     def leave_data(self, index: int) -> None:
         """Leave the values of parameter ``index``, which gets others, to those who keep its data.
@@ -265,30 +190,6 @@ class Flat:
             values = self.master.values
             if alias._local is None or (values is not None and shares(alias._local, values)):
                 alias._local = alias.local.clone()
-
-    def mark(self, *, valid: bool) -> None:
-        """Say what the full buffer holds: to autograd, and to those who have kept a leaf."""
-        if self.base is not None:
-            self._marked = 2 * self.updates + (not valid)
-            _unsafe_set_version_counter((self.base,), (self._marked,))
-            set_alive(self.leaves, valid)
-
-    def written_while_gathered(self) -> bool:
-        """Whether somebody wrote to a leaf in place since the last ``mark``, or gave it other data.
-
-        The latter is undone.
-        """
-        if self.base is None:
-            return False
-        moved = [
-            (leaf, segment)
-            for leaf, segment in zip(self.leaves, self.layout.segments, strict=True)
-            if leaf.data_ptr() != self.base.data_ptr() + segment.offset * leaf.itemsize
-            and leaf.numel() > 0
-        ]
-        for leaf, segment in moved:
-            leaf.data = segment.view_of(self.base)
-        return bool(moved) or self.base._version != self._marked
 
     def refresh_send(self) -> None:
         """Bring what is sent up to the master."""
@@ -336,15 +237,3 @@ def lend(
     if strategy.resident or comm.size == 1:
         return comm.empty(layout.numel, dtypes.compute, whole=True)
     return comm.empty(layout.shard_size, dtypes.compute)
-
-
-def user_attributes(param: torch.Tensor) -> dict[str, object]:
-    """What user code has set on a parameter."""
-    own = ("_local", "flat", "segment", "_is_param")
-    return {name: value for name, value in param.__dict__.items() if name not in own}
-
-
-def _alias(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory under a version counter of its own."""
-    alias = torch.empty(0, dtype=memory.dtype, device=memory.device)
-    return alias.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, (1,))

@@ -204,7 +204,7 @@ class Gradients:
     def drop_leaves(self) -> None:
         """Forget the gradients of a backward that was not reduced."""
         with as_autograd_sees():
-            for leaf in self._flat.leaves:
+            for leaf in self._flat.full.leaves:
                 leaf.grad = None
 
     @torch.no_grad()
@@ -218,7 +218,7 @@ class Gradients:
         # A buffer of the whole unit has room for the sums, unless reduced gradients are in it.
         inside = flat.strategy.whole_grads and not any(self.present)
         kept = 0
-        for index, leaf in enumerate(flat.leaves):
+        for index, leaf in enumerate(flat.full.leaves):
             if leaf.grad is None:
                 continue
             held, grad, segment = self._held[index], leaf.grad, flat.layout.segments[index]
@@ -255,7 +255,7 @@ class Gradients:
     def ready(self) -> list[bool]:
         """Of each parameter: whether this rank has a gradient for it to be reduced."""
         with as_autograd_sees():
-            left = [leaf.grad is not None for leaf in self._flat.leaves]
+            left = [leaf.grad is not None for leaf in self._flat.full.leaves]
         left = left or [False] * len(self._held)
         return [new or held is not None for new, held in zip(left, self._held, strict=True)]
 
@@ -275,7 +275,7 @@ class Gradients:
         else:
             self._free_sums()  # no micro-batches any more
             with as_autograd_sees():
-                grads = [leaf.grad for leaf in flat.leaves]
+                grads = [leaf.grad for leaf in flat.full.leaves]
         segments = flat.layout.segments[: len(grads)]
         sources = [
             None if grad is None else segment.physical(_dense(grad))

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .buffers import persistent_buffers
 from .comm import Comm
 from .errors import InputError, WrapError
-from .flat import user_attributes
 from .groups import groups_of
 from .init_calls import Guard, RandomNumbers
+from .param import user_attributes
 from .tag import Tag
 from .unitmap import Owned, UnitSpec, owned_parameters
 

@@ -272,3 +272,9 @@ class LostGrad(Sharded):
             f"{self.fqn}: this gradient was dropped while zshard.no_sync held it back, and was "
             "never reduced"
         )
+
+
+def user_attributes(param: torch.Tensor) -> dict[str, object]:
+    """What user code has set on a parameter."""
+    own = ("_local", "flat", "segment", "_is_param")
+    return {name: value for name, value in param.__dict__.items() if name not in own}

@@ -148,11 +148,11 @@ class Unit:
         for flat in self.flats:
             flat.refresh_send()
             if flat.needs_gather:
-                assert flat.recv is not None
+                assert flat.full.recv is not None
                 # Units that stay whole are gathered after a step, which may be the last one.
                 lasting = self.strategy.resident
                 self._gathers.append(
-                    self._comm.all_gather(flat.recv, flat.sent, tag, lasting=lasting)
+                    self._comm.all_gather(flat.full.recv, flat.sent, tag, lasting=lasting)
                 )
         if self.strategy.resident and self._comm.shards.read_by_waiter:
             # Nothing goes on by itself, and one that writes its shard would wait for this rank to
@@ -180,7 +180,7 @@ class Unit:
         if not self._installed:
             self.require_parameters()  # before any of the modules is changed
             for place in self.places:
-                place.install(self.flats[place.flat].leaf(place.segment))
+                place.install(self.flats[place.flat].full.leaf(place.segment))
             self._installed = True
 
     def uninstall(self) -> None:
@@ -211,7 +211,7 @@ class Unit:
             StateError: if it has; the shards do not have the change.
         """
         for flat in self.flats if self.state is State.GATHERED else ():
-            if flat.written_while_gathered():
+            if flat.full.written_while_gathered():
                 raise StateError(
                     f"unit {self.label!r}: forward changed one of {', '.join(flat.names)} in "
                     "place, which would be lost. Change parameters between steps, on the sharded "
@@ -316,7 +316,7 @@ class Unit:
         return map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
 
     def _lent(self) -> Callable[[torch.Tensor], bool]:
-        return lying_in([flat.base for flat in self.flats if flat.base is not None])
+        return lying_in([f.full.base for f in self.flats if f.full.base is not None])
 
     # --- gradients -------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from torch import nn
 from . import agree
 from .digest import digest
 from .errors import InputError, StateError
-from .flat import Flat, user_attributes
+from .flat import Flat
 from .lent import lend, take_back
-from .param import Sharded
+from .param import Sharded, user_attributes
 from .schedule import Schedule
 from .slices import own_slice
 from .tag import Tag
