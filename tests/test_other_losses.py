@@ -239,7 +239,7 @@ def test_a_forward_that_nobody_can_go_through_any_more_is_forgotten() -> None:
     for _ in range(5):
         output = model(torch.randn(4, 3))
     backward = schedule_of(model).backward
-    assert [each() is not None for each, _ in backward._since] == [False, True]
+    assert [each.forward() is not None for each in backward.forwards._noted] == [False, True]
     del output
 
 

@@ -13,7 +13,6 @@ is gone.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -23,6 +22,7 @@ import torch
 from .agreement import Agreement
 from .crew import Crew
 from .errors import Error, StateError
+from .forward_log import Forward, ForwardLog
 from .meeting import Ask
 from .phase import Phase
 from .reduction import Reducer
@@ -33,11 +33,7 @@ from .updates import Updates
 _BEGUN: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
-class Forward:
-    """A forward; what its graph holds, so that this goes when the graph does."""
-
-
-class Forwards(Protocol):
+class Scheduling(Protocol):
     """What backward asks of the schedule."""
 
     updates: Updates
@@ -57,6 +53,7 @@ class Backward:
 
     Attributes:
         current: the unit whose backward was announced last.
+        forwards: what the next backward may go through.
         sync: False inside no_sync, where gradients stay on the leaves.
     """
 
@@ -66,46 +63,23 @@ class Backward:
         crew: Crew,
         agreement: Agreement,
         reducer: Reducer,
-        forwards: Forwards,
+        schedule: Scheduling,
     ) -> None:
         self._units, self._root = tuple(units), units[0]
         self._crew, self._agreement, self._reducer = crew, agreement, reducer
-        self._forwards = forwards
+        self._schedule = schedule
         self._trained_changed = False
         self.current: Unit | None = None
         self.sync = True
         self._reduces = True  # what ``sync`` was as the last backward began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: weakref.ref[partial[None]] | None = None
-        # What a backward goes through: the forwards since the last one, each with what decides its
-        # gathers, and how many backwards there were since those.
-        self._since: list[tuple[weakref.ref[Forward], int]] = []
-        self._count = 0
-        self.forward = Forward()  # the last one
+        self.forwards = ForwardLog()
         self._alone = True  # whether no other model had its backward meanwhile
         agreement.before_meeting = self._bring_others_back
         reducer.on_strayed = agreement.expect_other_ways
         for unit in units:
             unit.on_leaf_grad = self._leaf_grad
-
-    def begin_forward(self) -> None:
-        """Note that a forward begins."""
-        self.forward = Forward()
-
-    def note_forward(self, needed: str, gathered: str, order: Sequence[Unit] = ()) -> None:
-        """Note a forward that the next backward may go through, by what decides its turns.
-
-        Args:
-            needed: the gathers that it needed; gathered: what is there after it; order: its calls.
-        """
-        if self._count > 0:
-            self._since, self._count = [], 0
-        if torch.is_grad_enabled():
-            # Without those that nobody can go through any more.
-            self._since = [each for each in self._since if each[0]() is not None]
-            calls = " ".join(str(unit.index) for unit in order)
-            about = zlib.crc32(f"{needed};{gathered};{calls}".encode())
-            self._since.append((weakref.ref(self.forward), about))
 
     def reached(self, unit: Unit, index: int, forward: Forward, grad: torch.Tensor) -> None:
         """``grad`` has reached an output of ``unit``: its backward is about to run.
@@ -123,7 +97,7 @@ class Backward:
             # nothing left to compute. One around it has; one inside may share its output tensor.
             if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
                 self._crew.release(other)
-        self._forwards.obtain(unit)
+        self._schedule.obtain(unit)
         self._crew.enter("backward", unit)
         self._agreement.look_ahead()
 
@@ -136,40 +110,23 @@ class Backward:
         if self._crew.phase is Phase.BACKWARD:
             if not self.raised:
                 return
-            self._forwards.reset()  # this is another backward
+            self._schedule.reset()  # this is another backward
         if torch.is_grad_enabled():
             raise StateError(
                 "backward(create_graph=True) through a wrapped model: the gradients that zshard "
                 "reduces have no graph of their own. Leave a model unwrapped whose gradients are "
                 "differentiated again, as the critic of a gradient penalty is."
             )
-        self._forwards.require_values("a backward")
+        self._schedule.require_values("a backward")
         self._reducer.settle()  # what ended the last one elsewhere, before the others are met
         self._settle_trained()
         # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
         # gradient after the other to what is there.
         self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
-        # Something may have come between, and freed what forward had left gathered.
-        there = self._crew.gathered
-        since = [(each(), about) for each, about in self._since]
-        forwards = [(each is forward, about) for each, about in since if each is not None]
-        about = f"{forwards};{self._count};{first};{there};{self._units_passed_over()}"
-        if self._reduces:
-            self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
-            try:
-                self._reducer.make_room()
-            except Error:
-                self._agreement.abort()
-                self._agreement.abandon()
-                raise
-        else:
-            self._agreement.begin(Ask.HOLD, about, "a backward inside no_sync")
+        self._meet(self._about(first, forward))
         self._crew.turn_to(Phase.BACKWARD)
-        beside = [each for each in _BEGUN if each is not self]
-        for each in (self, *beside):
-            each._alone = not beside
-        _BEGUN.add(self)
-        self._count += 1
+        self._note_models_beside()
+        self.forwards.note_backward()
         self.current = None
         for unit in self._units:
             unit.fired.clear()
@@ -179,14 +136,43 @@ class Backward:
         if self._reduces:
             self._reducer.start()
             there_already = [flat.grads.present for flat in self._reducer.all_flats]
-            self._forwards.updates.note_many("which gradients a backward adds to", there_already)
+            self._schedule.updates.note_many("which gradients a backward adds to", there_already)
         else:
             self._reducer.settle()  # where gradients are kept depends on what is there
-        engine = torch.autograd.Variable._execution_engine
-        # Autograd calls it at the end, if the backward has not raised, and holds it for exactly as
-        # long as that runs: so a weak reference tells whether it is still under way.
+        self._finish_at_the_end()
+
+    def _about(self, first: str, forward: Forward | None) -> str:
+        """What this backward's program depends on; may differ between ranks."""
+        # With what is there: something may have come between, and freed what forward had left.
+        there, passed_over = self._crew.gathered, self._units_passed_over()
+        return f"{self.forwards.about(forward)};{first};{there};{passed_over}"
+
+    def _meet(self, about: str) -> None:
+        """Begin together with the other ranks, with room for what is to be reduced."""
+        if not self._reduces:
+            self._agreement.begin(Ask.HOLD, about, "a backward inside no_sync")
+            return
+        self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
+        try:
+            self._reducer.make_room()
+        except Error:
+            self._agreement.abort()
+            self._agreement.abandon()
+            raise
+
+    def _note_models_beside(self) -> None:
+        """Note whether other models are in their backward meanwhile, on both sides."""
+        beside = [each for each in _BEGUN if each is not self]
+        for each in (self, *beside):
+            each._alone = not beside
+        _BEGUN.add(self)
+
+    def _finish_at_the_end(self) -> None:
+        """Have autograd call ``_finish`` at the end of this backward, if it does not raise."""
+        # It holds the callback for exactly as long as it runs: so a weak reference tells whether
+        # the backward is still under way.
         end = partial(self._finish)
-        engine.queue_callback(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
         self._end = weakref.ref(end, self._let_go)
 
     def _units_passed_over(self) -> str:
@@ -204,7 +190,7 @@ class Backward:
     def _leaf_grad(self, unit: Unit) -> None:
         self._begin(f"{unit.index}")
         if self._reduces and self._agreement.has_reduced(unit):
-            self._forwards.reset(strayed=True)
+            self._schedule.reset(strayed=True)
             raise StateError(
                 f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
                 "had been reduced. If it is used in several reentrant checkpoints, pass "
@@ -276,7 +262,7 @@ class Backward:
         known what came in which order.
         """
         for each in [each for each in _BEGUN if each is not self and each._alone and each.raised]:
-            each._forwards.reset()
+            each._schedule.reset()
 
     def require_gradients(self) -> None:
         """Take in what the last backward's reduction said.
@@ -285,7 +271,7 @@ class Backward:
             StateError: if it ended in an exception, so that only some gradients are there; if the
                 parameters hold no valid values.
         """
-        self._forwards.require_values("clipping, unscaling or an optimizer's step")
+        self._schedule.require_values("clipping, unscaling or an optimizer's step")
         if self.raised:
             raise StateError(
                 "the last backward raised an exception, and its gradients are incomplete. Run it "
@@ -319,7 +305,8 @@ class Backward:
         self._crew.leave_all()
         self._crew.turn_to(Phase.IDLE)
         _BEGUN.discard(self)
-        self.current, self._since, self._count = None, [], 0
+        self.current = None
+        self.forwards.forget()
         self._lost = False
 
     def abandon(self, strayed: bool) -> None:

@@ -71,7 +71,7 @@ class Methods:
         self._call_the_model.add(self.running)
         self._called = True
         self._schedule.agreement.finish()
-        self._schedule.backward.begin_forward()
+        self._schedule.backward.forwards.begin()
 
     def leave_forward(self) -> None:
         """The model, which the method has called, has returned."""

@@ -135,7 +135,7 @@ class Schedule:
         word = 2 * self.updates.word() + self.buffers.ask()  # the latter in the lowest bit
         words = self.agreement.begin(Ask.FORWARD, self.crew.gathered, "a forward", word=word)
         self.updates.check([word >> 1 for word in words])
-        self.backward.begin_forward()
+        self.backward.forwards.begin()
         if any(word & 1 for word in words):
             self.buffers.broadcast(self.crew.step)
 
@@ -151,7 +151,7 @@ class Schedule:
             if leaving and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
                 return None  # the others are in no meeting any more; `run_method` settles it
             self.agreement.finish()
-            self.backward.note_forward(self.agreement.needed, self.crew.gathered)
+            self.backward.forwards.note(self.agreement.needed, self.crew.gathered)
             self.methods.leave_forward()
             return output
         if self.crew.phase is Phase.FORWARD and leaving:
@@ -166,7 +166,7 @@ class Schedule:
         output = self.root.copy_lent(output)
         if self.crew.phase is Phase.FORWARD:
             self.agreement.finish()
-            self.backward.note_forward(self.agreement.needed, self.crew.gathered, self._order)
+            self.backward.forwards.note(self.agreement.needed, self.crew.gathered, self._order)
             self.crew.turn_to(Phase.IDLE)
         if not self._watch(self.root, output):
             for unit in self.units:
@@ -188,12 +188,12 @@ class Schedule:
         alone = self._is_called_alone(unit)
         if alone:
             self.agreement.begin(Ask.CALL, unit.label, f"a forward of {unit.label} alone")
-            self.backward.begin_forward()
+            self.backward.forwards.begin()
         self.obtain(unit)
         self.crew.enter("forward", unit)
         if alone:
             self.agreement.finish()
-            self.backward.note_forward(self.agreement.needed, "")
+            self.backward.forwards.note(self.agreement.needed, "")
         else:
             self.agreement.look_ahead()
 
@@ -235,7 +235,7 @@ class Schedule:
         """Have backward announce itself when it reaches ``output``; whether it can."""
         own = unit.passage.leave(output)
         for index, tensor in enumerate(own):
-            reached = partial(self.backward.reached, unit, index, self.backward.forward)
+            reached = partial(self.backward.reached, unit, index, self.backward.forwards.current)
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         return bool(own)
 
