@@ -4,9 +4,8 @@ Order of events for each trainable flat buffer: pack (one pass over the gradient
 exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum of
 squares and a non-finite flag (flight.py). An exchange is in flight under the next unit's backward,
 until its buffer is needed; on CPU, until the next one begins. After the last one a small all-reduce
-tells every rank the global sum of squares and whether anything is not finite, and which parameters
-have a gradient on any rank and which ranks' backward has raised an exception. With GPUs the latter
-goes from host to host, on its own.
+tells every rank what came out (outcome.py): the global sum of squares, whether anything is not
+finite, which parameters have a gradient on any rank, and which ranks' backward has raised.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .comm import Comm
 from .errors import StateError
 from .flat import Flat
 from .flight import Flight, Route
-from .handle import Handle
+from .outcome import Outcome, Telling
 from .param import Sharded
 from .pool import Pool, Scratch
 from .refusal import attempt, raise_together
@@ -49,10 +48,7 @@ class Reducer:
         self._stats_of = dict(zip(self.all_flats, self._stats.unbind(), strict=True))
         self._present: dict[Flat, list[bool]] = {}
         self._failed = False  # whether the backward has raised on this rank
-        # Being all-reduced, float64. On the device: sum of squares, non-finite flag. On the host,
-        # (3 + parameters,): failures, their places, strays, presence.
-        self._summary: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._summary_handles: list[Handle] = []
+        self._telling: Telling | None = None  # what came out, until ``settle`` has taken it in
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
@@ -115,22 +111,10 @@ class Reducer:
             self._flights[0].wait()
             self._flights.pop(0)
         self._failed = failed
-        told = [
-            failed or lost,
-            (failed or lost) * self._comm.place,
-            strayed,
-            *chain(*(self._present[f] for f in self.flats)),
-        ]
-        summary = [self._stats.sum(0), torch.tensor(told, dtype=torch.float64, device="cpu")]
-        # What the host is to read must not come from a GPU, which the host would have to wait for;
-        # on CPU one message takes both.
-        messages = [torch.cat(summary)] if self._device.type == "cpu" else summary
-        found, *rest = messages
-        self._summary = found[:2], rest[0] if rest else found[2:]
-        tag = tag._replace(phase="reduce", unit="norm")
-        for over in self._comm.axes:
-            self._end_summary()
-            self._summary_handles = [self._comm.all_reduce(m, tag, over) for m in messages]
+        present = chain(*(self._present[flat] for flat in self.flats))
+        stats = self._stats.sum(0)
+        self._telling = Telling(stats, failed or lost, strayed, present, self._comm)
+        self._telling.start(tag._replace(phase="reduce", unit="norm"))
 
     def settle(self) -> None:
         """Take in what the last backward's all-reduce said, if that has not been done.
@@ -138,30 +122,24 @@ class Reducer:
         Raises:
             StateError: if the backward has raised an exception on another rank.
         """
-        if self._summary is None:
+        if self._telling is None:
             return
-        self._end_summary()
-        (found, told), self._summary = self._summary, None
-        self._sum_of_squares, self._non_finite = found
+        self._telling.wait()
+        found, self._telling = self._telling.outcome(), None
+        self._sum_of_squares, self._non_finite = found.sum_of_squares, found.non_finite
         left_out = set(self.all_flats) - set(self.flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
             self._sum_of_squares = None  # what came out is not of all gradients
-        failures, place, strays, *present = told.tolist()
-        flags = iter(present)
+        present = iter(found.present)
         for flat in self.flats:
-            flat.grads.arrived = [next(flags) > 0 for _ in flat.names]
+            flat.grads.arrived = [next(present) for _ in flat.names]
             flat.grads.present = [
                 new or had for new, had in zip(flat.grads.arrived, flat.grads.present, strict=True)
             ]
-        if strays > 0:
+        if found.strays > 0:
             self.on_strayed()
-        if failures > 0:
-            self._drop(int(failures), int(place))
-
-    def _end_summary(self) -> None:
-        for handle in self._summary_handles:
-            handle.wait()
-        self._summary_handles = []
+        if found.failures > 0:
+            self._drop(found)
 
     def drop(self) -> None:
         """Forget every gradient, and what was known of them."""
@@ -169,10 +147,11 @@ class Reducer:
             flat.grads.drop()
         self._sum_of_squares = None
 
-    def _drop(self, failures: int, place: int) -> None:
+    def _drop(self, found: Outcome) -> None:
         self.drop()
         if not self._failed:
-            who = f"rank {place}" if failures == 1 else f"{failures} ranks"
+            single = found.failures == 1
+            who = f"rank {found.places}" if single else f"{found.failures} ranks"
             raise StateError(
                 f"on {who} a backward of this step (the last one, or one inside no_sync) raised an "
                 "exception, or took another way than before. The step's gradients are dropped on "
@@ -223,7 +202,7 @@ class Reducer:
         self._flights.clear()
         self._in_flight.clear()
         self._apart = None
-        self._summary, self._summary_handles = None, []
+        self._telling = None
         for flat in self.all_flats:
             flat.grads.drop_leaves()
         self.drop()

@@ -1,0 +1,74 @@
+"""What came out of a backward, as the ranks tell each other: one sum over all of them.
+
+Each rank adds a vector of float64. On the device it is (2,), which only the optimizer's step reads.
+On the host it is (3 + parameters,), and must not come from a GPU, which the host would have to wait
+for. On CPU the two are one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from .comm import Comm
+from .handle import Handle
+from .tag import Tag
+
+
+class Outcome(NamedTuple):
+    """Of all ranks together."""
+
+    sum_of_squares: torch.Tensor  # 0-d float64, on the device
+    non_finite: torch.Tensor  # 0-d float64, on the device: not 0 if any gradient is not finite
+    failures: int  # ranks whose backward raised
+    places: int  # the sum of theirs: of a single one, which it is
+    strays: int  # ranks whose backward took another way than before
+    present: list[bool]  # of each trained parameter, whether any rank has a gradient
+
+
+class Telling:
+    """This rank's part, then the sum, while it is under way.
+
+    Args:
+        stats: (2,) float64, of this rank's shards: the sum of squares, and the non-finite flag.
+        failed: whether the backward raised on this rank; strayed: because it took another way.
+        present: of each trained parameter, whether this rank has a gradient.
+    """
+
+    def __init__(
+        self, stats: torch.Tensor, failed: bool, strayed: bool, present: Iterable[bool], comm: Comm
+    ) -> None:
+        mine = [failed, failed * comm.place, strayed, *present]
+        told = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        joined = torch.cat([stats, told]) if stats.is_cpu else None
+        self._messages = [stats, told] if joined is None else [joined]
+        self._stats, self._told = (stats, told) if joined is None else (joined[:2], joined[2:])
+        self._comm = comm
+        self._handles: list[Handle] = []
+
+    def start(self, tag: Tag) -> None:
+        """Start summing over all ranks."""
+        for over in self._comm.axes:
+            self.wait()
+            self._handles = [self._comm.all_reduce(m, tag, over) for m in self._messages]
+
+    def wait(self) -> None:
+        """Have the sum there; a wait that an exception has ended may be begun again."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+
+    def outcome(self) -> Outcome:
+        """The sum, after ``wait``."""
+        sum_of_squares, non_finite = self._stats
+        failures, places, strays, *present = self._told.tolist()
+        return Outcome(
+            sum_of_squares,
+            non_finite,
+            failures=int(failures),
+            places=int(places),
+            strays=int(strays),
+            present=[ranks > 0 for ranks in present],
+        )
