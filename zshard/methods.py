@@ -47,7 +47,10 @@ class Methods:
         if inside or inside_backward() or schedule.bypassed():
             return function(*args, **kwargs)
         schedule.require_values(f"the method {name!r}")
-        args, kwargs = schedule.root_before(schedule.model, args, kwargs) or (args, kwargs)
+        args, kwargs = schedule.forward.root_pre_forward(schedule.model, args, kwargs) or (
+            args,
+            kwargs,
+        )
         self.running, self._called = name, False
         try:
             output = function(*args, **kwargs)
@@ -61,7 +64,7 @@ class Methods:
         finally:
             self.running = ""
         schedule.root.handled = id(sys.exc_info()[1])
-        output = schedule.root_after(schedule.model, args, output)
+        output = schedule.forward.root_post_forward(schedule.model, args, output)
         if self._called:
             self._meet("the end of", name)
         return output
