@@ -28,9 +28,9 @@ from . import ops
 from .boxes import Box, boxes_of
 from .checkpoint.inventory import saved_range
 from .errors import StateError
-from .handles import storage_of
 from .param import Sharded
 from .simulated import require_real
+from .storage import storage_of
 
 
 def write_items(sharded: Sharded, name: str) -> list[WriteItem]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from .errors import OptimizerError, ShardedAccessError, StateError
-from .handles import storage_of
 from .operators import Operator, operator
 from .param import Sharded, ShardedGrad
 from .slices import own_slice, recut
+from .storage import storage_of
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -78,7 +78,7 @@ def _alias(
         with torch.inference_mode(False):
             alias = _wrapped(result, of)
     flat = of.flat
-    (flat.grads.handles.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
+    (flat.grads.objects.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
     return alias
 
 

@@ -10,13 +10,14 @@ import torch
 from . import ops
 from .comm import Comm
 from .full_buffer import FullBuffer
+from .grad_objects import Aliases
 from .gradient import Gradients
-from .handles import Aliases, shares, storage_of
 from .hooks import ParamHooks
 from .layout import Layout, Local
 from .master import Master
 from .param import Sharded
 from .precision import Dtypes
+from .storage import shares, storage_of
 from .strategy import Strategy
 
 if TYPE_CHECKING:

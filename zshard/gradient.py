@@ -9,10 +9,11 @@ import torch
 
 from . import ops
 from .errors import InputError, StateError
-from .handles import Handles, shares, storage_of
+from .grad_objects import GradObjects
 from .layout import Range
 from .leaf import as_autograd_sees
 from .param import Sharded, ShardedGrad
+from .storage import shares, storage_of
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -37,7 +38,7 @@ class Gradients:
         self._held: list[torch.Tensor | None] = [None] * len(flat.names)
         # (N * S,) reduce dtype, where those are that have to be cast; kept while steps need it.
         self._sums: torch.Tensor | None = None
-        self.handles = Handles(flat)
+        self.objects = GradObjects(flat)
         # The reducer's: called before the user asks for a gradient, looks inside, or changes it.
         self.on_query: Callable[[], None] = lambda: None
         self.on_access: Callable[[], None] = lambda: None
@@ -65,7 +66,7 @@ class Gradients:
             self._tell(-self._memory.nbytes)
             self._memory = self._shard = None
         self._free_sums()
-        self.handles.forget()
+        self.objects.forget()
 
     def _tell(self, nbytes: int) -> None:
         self._flat.schedule.pool.ledger.add("gradients", nbytes)
@@ -104,8 +105,8 @@ class Gradients:
         self.on_query()
         if not self.present[index] and not self.is_held_back(index):
             return None
-        handle = self.handles.get(index)
-        return self.handles.make(index, self.owned()) if handle is None else handle
+        found = self.objects.get(index)
+        return self.objects.make(index, self.owned()) if found is None else found
 
     def set(self, index: int, value: torch.Tensor | None) -> None:
         """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
@@ -115,20 +116,20 @@ class Gradients:
         if value is not None:
             self._apply_scale(index)
         self.on_change()
-        if value is None or value is not self.handles.get(index):
+        if value is None or value is not self.objects.get(index):
             self._leave(index)
         self._let_go([index])  # what no_sync has held back goes with it
         if value is None:
             self.present[index] = False
             return
-        if value is not self.handles.get(index):
+        if value is not self.objects.get(index):
             begin, end, _ = flat.local(index)
             Sharded(self.owned()[begin:end], flat, index).copy_(value)
         self.present[index] = True
 
     def _leave(self, index: int) -> None:
         """Leave gradient ``index``, which is dropped, to those who keep it."""
-        self.handles.leave(index, self._memory, held_back=self.is_held_back(index))
+        self.objects.leave(index, self._memory, held_back=self.is_held_back(index))
 
     def before_access(self, index: int) -> None:
         """Make the gradient shard hold what the user is to see.

@@ -12,11 +12,11 @@ from torch import nn
 from .errors import PlanError
 from .gpt import GPT
 from .ledger import KINDS
+from .memory import memory
 from .metrics import StepMetrics
 from .options import TrainOptions
 from .planning import Plan, plan
 from .planning.report import report
-from .usage import memory
 
 _LEARNING = 2  # steps that agree on an order, and allocate; those after them are alike
 

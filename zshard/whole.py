@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from . import agree
+from . import same_model
 from .digest import digest
 from .errors import InputError, StateError
 from .flat import Flat
@@ -143,7 +143,7 @@ def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -
         "zshard.full_params(model, write=True) is taken. Write the same on every rank"
     )
     tag = Tag(schedule.crew.step, "full_params", "root")
-    agree.same_values(names, mine, schedule.comm, tag, remedy)
+    same_model.same_values(names, mine, schedule.comm, tag, remedy)
 
 
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from . import agree, other_optimizers
+from . import other_optimizers, same_model
 from .comm import Comm
 from .errors import InputError, StateError, WrapError
 from .flat import Flat
@@ -132,7 +132,7 @@ def wrap(
             f"{precision=}, {prefetch=}, {init=}, init_fn given: {init_fn is not None}, "
             f"on meta outside of units: {sorted(meta.keys() - in_units)}"
         )
-        agree.check(read.specs, transport, policy, read.strategies)
+        same_model.check(read.specs, transport, policy, read.strategies)
     pool = Pool(1 + prefetch, where, transport.empty, transport.give_back)
     sharder = Sharder(model, precision, transport, where, meta)
     materializer, unusable = None, ""
@@ -143,11 +143,11 @@ def wrap(
         else:
             if meta:
                 unusable = allocate_outside(model, read.specs, where)
-            agree.values(read.specs, transport, init)
+            same_model.values(read.specs, transport, init)
         for spec, chosen in zip(read.specs, read.strategies, strict=True):
             if materializer is not None:
                 materializer.fill(spec)
-                agree.values([spec], transport, init)
+                same_model.values([spec], transport, init)
             made.append(sharder.shard(spec, chosen))
         sharder.reserve(pool)
     transport.settle()

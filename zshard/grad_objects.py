@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .param import LostGrad, Sharded, ShardedGrad
+from .storage import shares
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -39,23 +40,23 @@ class Aliases:
         return [alias for each in known if (alias := each()) is not None]
 
 
-class Handles:
+class GradObjects:
     """What the user was given of the gradients of ``flat``."""
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        self._handles: list[ShardedGrad | None] = [None] * len(flat.names)
+        self._objects: list[ShardedGrad | None] = [None] * len(flat.names)
         self.aliases = Aliases(len(flat.names))
 
     def get(self, index: int) -> ShardedGrad | None:
         """The object that stands for the gradient of parameter ``index``, if there is one."""
-        return self._handles[index]
+        return self._objects[index]
 
     def make(self, index: int, owned: torch.Tensor) -> ShardedGrad:
         """A new one; ``owned`` (O,) has the values."""
         begin, end, _ = self._flat.local(index)
-        handle = self._handles[index] = ShardedGrad(owned[begin:end], self._flat, index)
-        return handle
+        made = self._objects[index] = ShardedGrad(owned[begin:end], self._flat, index)
+        return made
 
     def leave(self, index: int, memory: torch.Tensor | None, *, held_back: bool) -> None:
         """Leave gradient ``index``, which is dropped, to those who keep it.
@@ -64,11 +65,11 @@ class Handles:
             memory: what all gradients lie in; held_back: by no_sync, so that nobody has it whole.
         """
         kept = self.aliases.take(index)
-        if _is_kept(self._handles, index):
-            handle, self._handles[index] = self._handles[index], None
-            assert handle is not None
-            handle.__class__ = LostGrad if held_back else Sharded  # type: ignore[assignment]
-            kept.append(handle)
+        if _is_kept(self._objects, index):
+            left, self._objects[index] = self._objects[index], None
+            assert left is not None
+            left.__class__ = LostGrad if held_back else Sharded  # type: ignore[assignment]
+            kept.append(left)
         scale = self._flat.schedule.reducer.grad_scale
         for each in kept:
             if each._local is not None and memory is not None and shares(each._local, memory):
@@ -77,17 +78,7 @@ class Handles:
 
     def forget(self) -> None:
         """Have no object for any gradient; the memory is freed."""
-        self._handles = [None] * len(self._handles)
-
-
-def shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Whether the two lie in one storage."""
-    return storage_of(tensor) == storage_of(memory)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """The address of the storage that the tensor lies in."""
-    return tensor.untyped_storage().data_ptr()
+        self._objects = [None] * len(self._objects)
 
 
 def _references(items: Sequence[object], index: int) -> int:

@@ -1,4 +1,7 @@
-"""Before anything is sharded: do all ranks hold the same model? Or make them."""
+"""In wrap, before anything is sharded: all ranks hold the same model, or are given it, or an error.
+
+(What ranks agree on while they train is agreement.py's.)
+"""
 
 from __future__ import annotations
 
