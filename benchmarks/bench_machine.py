@@ -159,7 +159,7 @@ class Bench:
 
     def exchange(self, row: int) -> Callable[[], object]:
         """The exchange of a reduction of ``row`` bytes of each rank and to each."""
-        rows = self.comm.shards.chunks(torch.float32)
+        rows = self.comm.shards.row_count(torch.float32)
         sent = torch.zeros(row * self.comm.size, dtype=torch.uint8, device=self.device)
         received = torch.zeros(row * rows, dtype=torch.uint8, device=self.device)
         over = self.comm.shards

@@ -33,7 +33,7 @@ def on_lane(rank: int, world_size: int, device_type: str) -> dict[str, Tensor]:
         wait(ranks.start_gather(found["gather"], shard, lasting=False))
     for dtype in (torch.float32, torch.bfloat16):
         packed = torch.arange(16 * world_size, device=device).to(dtype) + rank
-        rows = packed.new_zeros(ranks.chunks(dtype), 16)
+        rows = packed.new_zeros(ranks.row_count(dtype), 16)
         with lane.after_compute():
             sent = packed.view(torch.uint8)
             wait(ranks.start_exchange(rows.view(torch.uint8), sent, dtype))

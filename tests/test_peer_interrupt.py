@@ -49,7 +49,7 @@ class Interrupt:
 
 def updates(model: nn.Module) -> int:
     """How often parameters were changed."""
-    return sum(flat.updates for unit in schedule_of(model).units for flat in unit.flats)
+    return sum(flat.version for unit in schedule_of(model).units for flat in unit.flats)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:

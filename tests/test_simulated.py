@@ -167,7 +167,7 @@ def test_on_cuda_the_fake_group_stands_for_nccl_and_on_the_host_for_gloo() -> No
         for device, rows in (("cuda", [1, 1, kRanks]), ("cpu", [kRanks] * 3)):
             ranks = SimulatedRanks(dist.group.WORLD, torch.device(device))
             assert ranks.nccl == (device == "cuda")
-            assert [ranks.chunks(dtype) for dtype in dtypes] == rows
+            assert [ranks.row_count(dtype) for dtype in dtypes] == rows
 
 
 # --- events --------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def made(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 def test_all_rows_are_read_where_nccl_would_sum_them() -> None:
     ranks = SymmetricRanks.__new__(SymmetricRanks)  # whose constructor needs GPUs
     ranks.size, ranks.nccl = 4, True
-    assert ranks.chunks(torch.float32) == ranks.chunks(torch.bfloat16) == 4
+    assert ranks.row_count(torch.float32) == ranks.row_count(torch.bfloat16) == 4
 
 
 def test_what_is_lent_shares_extents_and_overlaps_nothing() -> None:

@@ -47,7 +47,7 @@ class Agreement:
         units: the unit map.
         prefetch: how many gathers are issued ahead.
         crew: carries the turns out.
-        give_up: ends a backward that cannot go on, on every rank; see ``Schedule.reset``.
+        drop_backward: ends a backward that cannot go on, on every rank: ``Schedule.reset``.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Agreement:
         comm: Comm,
         prefetch: int,
         crew: Crew,
-        give_up: Callable[[bool], None],
+        drop_backward: Callable[[bool], None],
     ) -> None:
         self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
-        self._give_up = give_up
+        self._drop_backward = drop_backward
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
         self._programs = Programs()
@@ -265,7 +265,7 @@ class Agreement:
         run = self._run
         if run.reduces and self._crew.has_peers:
             # They are not to be met before they have reduced without this rank's gradients.
-            self._give_up(True)
+            self._drop_backward(True)
             raise StateError(
                 f"rank {self._comm.place}: backward reached unit {unit.label!r} by another way "
                 "than the one before. The step's gradients are dropped on every rank. Repeat the "

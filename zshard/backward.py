@@ -3,11 +3,15 @@
 [Note: one step] in schedule.py has the order of events.
 
 [Note: after an exception]
-It is this rank's alone, and the others do not know of it. So it *aborts* the phase, of which
-nothing is learned; takes part in what is left of it, and tells the others at the end; and
-*abandons* what it had under way. Gradients are *dropped*, on every rank. To *forget* is for all
-ranks at once, after [Note: giving up] in recovery.py: no collective is left, and what was learned
-is gone.
+The exception is this rank's alone: the others do not know of it, and are in the phase still. Five
+words say who ends what:
+abort: this rank leaves the phase. No program is learned from it, on any rank.
+abandon: this rank lets go of what it had under way. Before, it takes part in what is left of the
+  phase, without gradients, and tells the others at its end.
+drop: the gradients are gone, on every rank, as the others hear of it.
+reset: all of that, for one model, with its units SHARDED again (``Schedule.reset``).
+forget: all ranks at once begin anew, after [Note: giving up] in recovery.py: no collective is left
+  to take part in, and what was learned is gone, too.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Flat:
         self.before_write: Callable[[], None] = lambda: None
         # The schedule's: called when a parameter has got a value that all ranks have to give alike.
         self.on_whole_value: Callable[[int, torch.Tensor], None] = lambda index, whole: None
-        self.updates = 0
+        self.version = 0  # of the master's values: how often they were changed
         self.resident: torch.Tensor | None = None
         self.master = self._allocate(params, lent, stays=strategy.resident or not self.needs_gather)
         self.sent = self.master.send.view(torch.uint8)
@@ -159,7 +159,7 @@ class Flat:
 
     def mark(self, *, valid: bool) -> None:
         """Say whether the full buffer holds the master's values; see ``FullBuffer.mark``."""
-        self.full.mark(self.updates, valid=valid)
+        self.full.mark(self.version, valid=valid)
 
     # --- trained or frozen -----------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Flat:
 
     def updated(self, *, send_written: bool) -> None:
         """Note a new value of the master; ``send_written`` if what is sent has it already."""
-        self.updates += 1
+        self.version += 1
         self.master.stale = not send_written and self.master.has_copy
         # Where the full buffer stays in memory, its values have changed under the graph.
         self.mark(valid=False)

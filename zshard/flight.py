@@ -63,7 +63,7 @@ class Route(NamedTuple):
         for over in (comm.shards, comm.replicas):
             if over.size == 1 or layout.numel == 0:
                 continue
-            rows, n = over.chunks(dtype), sent.numel() // over.size
+            rows, n = over.row_count(dtype), sent.numel() // over.size
             chunks = over.rows_for_me(sent)
             if chunks is None:
                 chunks = pool.scratch(received, rows * n * dtype.itemsize).view(dtype).view(rows, n)
@@ -97,11 +97,11 @@ class Route(NamedTuple):
         dtype, layout = flat.dtypes.reduce, flat.layout
         packed = layout.numel * dtype.itemsize
         shard, piece = layout.shard_size * dtype.itemsize, layout.piece(0).numel * dtype.itemsize
-        pieces = comm.replicas.chunks(dtype) * piece if comm.replicas.size > 1 else 0
+        pieces = comm.replicas.row_count(dtype) * piece if comm.replicas.size > 1 else 0
         if comm.shards.in_memory:
             summed = shard if pieces else 0
             return {"packed": packed, "chunks": packed, "sum": summed, "pieces": pieces}
-        chunks = comm.shards.chunks(dtype) * shard if comm.size > 1 else 0
+        chunks = comm.shards.row_count(dtype) * shard if comm.size > 1 else 0
         return {"packed": packed, "chunks": max(chunks, pieces)}
 
 

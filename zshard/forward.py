@@ -68,7 +68,7 @@ class ForwardHooks:
         self._root.let_hooks_see()
         if self._is_nested():
             return None
-        self._root.handled = id(sys.exc_info()[1])
+        self._root.passage.begin()
         if schedule.methods.running:
             schedule.methods.enter_forward()
             self._agreement.begin(Ask.FORWARD, self._crew.gathered, "a forward")
@@ -112,15 +112,15 @@ class ForwardHooks:
         if self._is_nested():
             return output
         self._crew.leave(self._root)
-        left = _left_by_exception(self._root)
+        raised = self._root.passage.raised
         if schedule.methods.running:
-            if left and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
+            if raised and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
                 return None  # the others are in no meeting any more; `Methods.run` settles it
             self._agreement.finish()
             self._backward.forwards.note(self._agreement.needed, self._crew.gathered)
             schedule.methods.leave_forward()
             return output
-        if self._crew.phase is Phase.FORWARD and left:
+        if self._crew.phase is Phase.FORWARD and raised:
             schedule.reset()
             return None
         if schedule.precision.output is not None:
@@ -147,7 +147,7 @@ class ForwardHooks:
             return
         schedule.require_values(f"a forward of {unit.label}")
         unit.let_hooks_see()
-        unit.handled = id(sys.exc_info()[1])
+        unit.passage.begin()
         unit.passage.enter(inputs)
         if self._crew.phase is Phase.FORWARD:
             self.order.append(unit)
@@ -168,7 +168,7 @@ class ForwardHooks:
         schedule = self._schedule
         if schedule.bypassed():
             return None
-        if _left_by_exception(unit):
+        if unit.passage.raised:
             # Inside the root's forward that is the root's to settle, and activation checkpointing
             # ends its recomputations by one.
             if self._crew.phase is Phase.IDLE and not inside_backward():
@@ -225,8 +225,3 @@ class ForwardHooks:
             if unit.outdated:
                 self._crew.reshard(unit)
         schedule.renew()  # what has not been since the step: another library's optimizer took it
-
-
-def _left_by_exception(unit: Unit) -> bool:
-    """Whether the hook at hand ends a forward of ``unit`` that has raised."""
-    return id(sys.exc_info()[1]) != unit.handled

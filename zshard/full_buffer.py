@@ -4,7 +4,7 @@
 Autograd saves views of the full buffer in forward and reads them in backward. In between the
 unit is resharded, its memory holds another unit, and it is gathered again into the same place.
 All leaves of a flat buffer share the version counter of ``base``. While the unit is gathered the
-counter says which values the buffer holds (twice the number of updates of the master); while it is
+counter says which values the buffer holds (twice the version of the master); while it is
 not, it says so by an odd number. So a graph that reads a weight that is not there, or one that an
 optimizer has changed since, gets autograd's own "modified by an inplace operation" error, never
 another unit's numbers.
@@ -125,15 +125,15 @@ class FullBuffer:
         except RuntimeError:  # in torch.autograd.grad, which makes none
             return False
 
-    def mark(self, updates: int, *, valid: bool) -> None:
+    def mark(self, version: int, *, valid: bool) -> None:
         """Say what the buffer holds: to autograd, and to those who have kept a leaf.
 
         Args:
-            updates: of the master, up to the values that it holds.
-            valid: whether it holds them; else something else, or older ones.
+            version: of the master's values.
+            valid: whether the buffer holds them; else something else, or older ones.
         """
         if self.base is not None:
-            self._marked = 2 * updates + (not valid)
+            self._marked = 2 * version + (not valid)
             _unsafe_set_version_counter((self.base,), (self._marked,))
             set_alive(self.leaves, valid)
 

@@ -120,7 +120,7 @@ class Ranks:
         else:
             work.wait()
 
-    def chunks(self, dtype: torch.dtype) -> int:
+    def row_count(self, dtype: torch.dtype) -> int:
         """Rows that ``Comm.exchange`` delivers; see ``chunk_rows``."""
         return chunk_rows(self.size, dtype, nccl=self.nccl and not self.in_memory)
 
@@ -198,7 +198,7 @@ class Ranks:
         """Start what ``Comm.exchange`` says."""
         work: Work | None
         chunks = chunks.view(-1)
-        if self.chunks(dtype) == 1:
+        if self.row_count(dtype) == 1:
             work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=self.group)
         elif self._messenger is not None and packed.nbytes >= _LARGE_BYTES * self.size:
             work = self._messenger.all_to_all(chunks, packed)

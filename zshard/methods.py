@@ -8,7 +8,6 @@ brings that to the others' next one, which is the one at the end if no other is.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -63,7 +62,7 @@ class Methods:
             raise
         finally:
             self.running = ""
-        schedule.root.handled = id(sys.exc_info()[1])
+        schedule.root.passage.begin()
         output = schedule.forward.root_post_forward(schedule.model, args, output)
         if self._called:
             self._meet("the end of", name)

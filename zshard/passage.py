@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,6 +16,17 @@ class Passage:
     def __init__(self) -> None:
         self._given: object = None
         self._inputs: list[tuple[torch.Tensor, int]] = []
+        # Id of the exception that its caller was handling as it began; another one ends it.
+        self._handled = id(None)
+
+    def begin(self) -> None:
+        """Note that it begins, before anything of it may raise."""
+        self._handled = id(sys.exc_info()[1])
+
+    @property
+    def raised(self) -> bool:
+        """Whether it has ended in an exception; for the hook that comes after it."""
+        return id(sys.exc_info()[1]) != self._handled
 
     def enter(self, inputs: object) -> None:
         """Note what goes in."""

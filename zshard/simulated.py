@@ -47,7 +47,7 @@ class SimulatedRanks(Ranks):
     ) -> Work | None:
         """Every rank's row is this rank's; or their sum is N times it."""
         own = packed.view(self.size, -1)[self.rank]
-        if self.chunks(dtype) == 1:
+        if self.row_count(dtype) == 1:
             torch.mul(own.view(dtype), self.size, out=chunks.view(-1).view(dtype))
         else:
             _repeat(chunks, own, self.size)

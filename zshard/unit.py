@@ -76,8 +76,6 @@ class Unit:
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self.passage = Passage()  # of the forward under way
-        # Of the exception that the forward's caller handles; what ends the forward is another.
-        self.handled = id(None)
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
         self.last_hook = 0  # id of the forward hook that ends the module's forward
         self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None
@@ -87,7 +85,7 @@ class Unit:
         self._installed = False  # whether the modules hold the whole parameters
         self._gathers: list[Handle] = []
         self._last_gather = Tag(0, "gather", self.label)
-        self._holds: list[int] = []  # Flat.updates of the values being, or last, gathered
+        self._holds: list[int] = []  # Flat.version of the values being, or last, gathered
         # zero3 at N > 1: the full buffer is lent by the pool, for as long as the unit is gathered.
         self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
         for flat in self.flats:
@@ -131,7 +129,7 @@ class Unit:
     def outdated(self) -> bool:
         """Whether the unit is gathered with values that the master no longer has."""
         return self.state is not State.SHARDED and any(
-            updates != flat.updates for updates, flat in zip(self._holds, self.flats, strict=True)
+            version != flat.version for version, flat in zip(self._holds, self.flats, strict=True)
         )
 
     def gather(self, tag: Tag, *, move: bool) -> None:
@@ -144,7 +142,7 @@ class Unit:
         if self._needs_slot:
             self._settle(move)
         self._enter(State.GATHERING)
-        self._holds = [flat.updates for flat in self.flats]
+        self._holds = [flat.version for flat in self.flats]
         for flat in self.flats:
             flat.refresh_send()
             if flat.needs_gather:

@@ -91,7 +91,7 @@ class Updates:
             self.note(f"the values of {flat.names[index]} (by checksum)", seen)
 
     def _now(self) -> Tally:
-        changes = sum(flat.updates for flat in self._flats)
+        changes = sum(flat.version for flat in self._flats)
         return Tally(changes, self._checksum % (1 << _BITS))
 
     def word(self) -> int:

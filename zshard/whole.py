@@ -90,7 +90,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     schedule.begin_call("full_params")
     lent = [[_lend(flat, schedule) for flat in unit.flats] for unit in schedule.units]
     given = [whole for params in lent for flat_params in params for whole in flat_params]
-    updates = [flat.updates for flat in schedule.flats]
+    versions = [flat.version for flat in schedule.flats]
     schedule.whole = True
     try:
         for unit, params in zip(schedule.units, lent, strict=True):
@@ -105,7 +105,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             take_back(each)
         for unit in schedule.units:
             unit.hold([flat.params for flat in unit.flats])
-    if write and updates != [flat.updates for flat, _ in taken]:
+    if write and versions != [flat.version for flat, _ in taken]:
         raise StateError(
             "parameters were changed by an optimizer's step, or through their shards, inside "
             "zshard.full_params(model, write=True), which would undo that. They keep these "
