@@ -140,7 +140,9 @@ def test_ranks_that_do_not_follow_alike_are_told() -> None:
 def refusals(rank: int, world_size: int) -> None:
     model = zshard.wrap(Byol(in_place), units=["online.0", "online.2", "target"])
     hook = model.predictor.register_forward_pre_hook(lambda *_: model.follow())
-    with pytest.raises(zshard.StateError, match=r"add_ of .* different shards\) is for between"):
+    with pytest.raises(
+        zshard.StateError, match=r"add_ of .* different shards\) can only be called between"
+    ):
         model(torch.ones(4, 7))
     hook.remove()
     weight, other = model.online[0].weight.detach(), model.target[2].weight.detach()

@@ -148,7 +148,7 @@ def raises_in_context(rank: int, world_size: int, goes_on: bool) -> str:
 def test_an_exception_in_one_ranks_context_is_no_write_of_the_others() -> None:
     for said in run_ranks(raises_in_context, 2, True):
         assert "rank 0: the end of full_params(write=True); rank 1: a forward" in said
-    with pytest.raises(RankFailure, match=r"CommError: .*'the end of full_params\(write=True\)'"):
+    with pytest.raises(RankFailure, match=r"CommError: .*for the end of full_params\(write=True\)"):
         run_ranks(raises_in_context, 2, False, grace=20)
 
 

@@ -137,7 +137,7 @@ def left_out(rank: int, world_size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("step", "they have changed [4, 0] flat buffers"),
+        ("step", "the ranks have changed [4, 0] flat buffers"),
         ("no_sync", "rank 0: a backward inside no_sync; rank 1: a backward"),
     ],
 )

@@ -139,8 +139,8 @@ class Updates:
         if len({tally.changes for tally in everyone}) > 1:
             raise MismatchError(
                 "an optimizer's step, or another change of parameters, was left out on some ranks: "
-                f"since they last met they have changed {[t.changes for t in everyone]} flat "
-                f"buffers, rank by rank{f' ({found})' if found else ''}. {_MEND}"
+                f"since they last met the ranks have changed {[t.changes for t in everyone]} flat "
+                f"buffers{f' ({found})' if found else ''}. {_MEND}"
             )
         raise MismatchError(
             "since they last met the ranks have changed the parameters differently: "
