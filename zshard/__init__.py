@@ -21,16 +21,16 @@ from .errors import (
     StateError,
     WrapError,
 )
-from .memory import Memory, memory
+from .memory_use import Memory, memory
 from .optim import SGD, Adam, AdamW
 from .planning import Alternative, Fit, Link, Machine, Plan, plan
 from .precision import Precision
 from .scaler import GradScaler
 from .session import method, no_sync, reset, stats, trace
-from .state_dict import state_dict
 from .trace import Trace
 from .trace_file import merge_traces
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
+from .whole_state import state_dict
 from .wrap import wrap
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import nn
 from .errors import PlanError
 from .gpt import GPT
 from .ledger import KINDS
-from .memory import memory
+from .memory_use import memory
 from .metrics import StepMetrics
 from .options import TrainOptions
 from .planning import Plan, plan

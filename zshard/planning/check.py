@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..ledger import KINDS
-from ..memory import memory
+from ..memory_use import memory
 from ..wrap import schedule_of
 
 if TYPE_CHECKING:
