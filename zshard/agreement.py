@@ -101,7 +101,7 @@ class Agreement:
         """
         self.before_meeting()
         # Backward meets units in about the reverse of the unit map's order.
-        trained = [u.index for u in reversed(self._units) if u.trained] if reduces else []
+        trained = [u.index for u in reversed(self._units) if u.trained_count] if reduces else []
         if reduces:
             self._names = self._names or trained_names(self._units)
         names = self._names if reduces else ""

@@ -222,7 +222,7 @@ class Backward:
             self._crew.end_reductions(lost=self._lost)
             self._lost = False
         else:
-            for flat in self._reducer.flats:
+            for flat in self._reducer.trained_flats:
                 flat.grads.hold_back()
         self._crew.turn_to(Phase.IDLE)
         _BEGUN.discard(self)
@@ -233,7 +233,7 @@ class Backward:
         """Call the users' post-accumulate hooks, now that reduced gradients can be read."""
         hooked = [
             (flat, index)
-            for flat in self._reducer.flats
+            for flat in self._reducer.trained_flats
             for index, hooks in enumerate(flat.hooks)
             if hooks.after_reduction
         ]
@@ -317,13 +317,13 @@ class Backward:
         """Leave the forward or backward under way; see [Note: after an exception]."""
         self._agreement.abort()
         self._crew.leave_all()
-        for flat in self._reducer.flats:
+        for flat in self._reducer.trained_flats:
             flat.grads.drop_leaves()
         reduces = self._crew.phase is Phase.BACKWARD and self._reduces
         if self._crew.phase is Phase.BACKWARD and not reduces:
             # A micro-batch is missing on this rank, and the others are not there to be told.
             self._lost = self._crew.has_peers
-            for flat in self._reducer.flats:
+            for flat in self._reducer.trained_flats:
                 flat.grads.forget_held_back()
         if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
             self._agreement.finish()

@@ -33,6 +33,6 @@ def _wrapped_like(params: Sequence[torch.Tensor]) -> str | None:
     for schedule in LIVE:
         if sorted(tuple(p.shape) for p in schedule.parameters()) == shapes:
             schedule.reducer.settle()
-            if any(any(flat.grads.present) for flat in schedule.reducer.flats):
+            if any(any(flat.grads.present) for flat in schedule.reducer.trained_flats):
                 return type(schedule.model).__name__
     return None

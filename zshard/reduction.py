@@ -35,7 +35,7 @@ class Reducer:
 
     def __init__(self, units: Sequence[Unit], comm: Comm, pool: Pool, device: torch.device) -> None:
         self.all_flats = [flat for unit in units for flat in unit.flats]
-        self.flats: list[Flat] = []  # those with anything to be trained
+        self.trained_flats: list[Flat] = []  # those with anything to be trained
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
         self._in_flight: list[Flight] = []  # that use reduce buffers, in order
@@ -61,11 +61,11 @@ class Reducer:
 
     def find_trained(self) -> None:
         """Find out what there is to reduce, at first and when parameters were frozen or not."""
-        self.flats = [flat for flat in self.all_flats if flat.requires_grad]
+        self.trained_flats = [flat for flat in self.all_flats if flat.requires_grad]
         self._stats.zero_()
         self._routes.clear()
         self._landing.clear()
-        self._pool.reserve_scratch(scratch_sizes(self.flats, self._comm))
+        self._pool.reserve_scratch(scratch_sizes(self.trained_flats, self._comm))
         for flat in self.all_flats:
             if not flat.requires_grad and not any(flat.grads.present):
                 flat.grads.free()
@@ -111,7 +111,7 @@ class Reducer:
             self._flights[0].wait()
             self._flights.pop(0)
         self._failed = failed
-        present = chain(*(self._present[flat] for flat in self.flats))
+        present = chain(*(self._present[flat] for flat in self.trained_flats))
         stats = self._stats.sum(0)
         self._telling = Telling(stats, failed or lost, strayed, present, self._comm)
         self._telling.start(tag._replace(phase="reduce", unit="norm"))
@@ -127,11 +127,11 @@ class Reducer:
         self._telling.wait()
         found, self._telling = self._telling.outcome(), None
         self._sum_of_squares, self._non_finite = found.sum_of_squares, found.non_finite
-        left_out = set(self.all_flats) - set(self.flats)  # frozen as the backward began
+        left_out = set(self.all_flats) - set(self.trained_flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
             self._sum_of_squares = None  # what came out is not of all gradients
         present = iter(found.present)
-        for flat in self.flats:
+        for flat in self.trained_flats:
             flat.grads.arrived = [next(present) for _ in flat.names]
             flat.grads.present = [
                 new or had for new, had in zip(flat.grads.arrived, flat.grads.present, strict=True)
@@ -181,7 +181,7 @@ class Reducer:
 
     def _route_of(self, flat: Flat) -> Route:
         if (route := self._routes.get(flat)) is None:
-            turn = self.flats.index(flat)
+            turn = self.trained_flats.index(flat)
             route = self._routes[flat] = Route.of(flat, self._comm, self._pool, turn)
         if (room := flat.grads.room()) is None:
             return route

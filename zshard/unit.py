@@ -328,14 +328,14 @@ class Unit:
         return done
 
     @property
-    def trained(self) -> int:
+    def trained_count(self) -> int:
         """Parameters that require a gradient."""
         return sum(sum(flat.trained) for flat in self.flats)
 
     @property
     def all_fired(self) -> bool:
         """Whether every trained parameter has its gradient of this backward."""
-        return len(self.fired) == self.trained
+        return len(self.fired) == self.trained_count
 
     @property
     def may_free_early(self) -> bool:
