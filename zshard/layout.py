@@ -145,3 +145,8 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
             return tuple(torch.empty(tensor.shape, device="meta").stride())
         expected *= size
     return tuple(tensor.stride())
+
+
+def aligned(nbytes: int) -> int:
+    """What begins behind ``nbytes`` begins where torch's allocators would put it, at 64 bytes."""
+    return -(-nbytes // 64) * 64

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 Scratch = Literal["packed", "chunks", "sum", "pieces"]  # a reduce buffer; see ``flight.Route``
 
 
-def aligned(nbytes: int) -> int:
-    """Flats of one slot begin where torch's allocators would put them, at 64 bytes."""
-    return -(-nbytes // 64) * 64
-
-
 class Slot:
     """Memory for one full buffer."""
 

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from . import ops
 from .errors import WrapError
 from .groups import Ranks
+from .layout import aligned
 from .messages import Work
 from .neighbours import Missed, timeout_of
-from .pool import aligned
 from .streams import Mark, compute_waits, mark_here
 
 _Made = TypeVar("_Made")

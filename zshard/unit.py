@@ -21,9 +21,10 @@ from .comm import Comm
 from .errors import ShardedAccessError, StateError
 from .flat import Flat
 from .handle import Handle
+from .layout import aligned
 from .passage import Passage, lying_in
 from .place import Place
-from .pool import Pool, Slot, aligned
+from .pool import Pool, Slot
 from .strategy import Strategy
 from .structure import map_tensors, tensors_in
 from .tag import Tag
@@ -69,10 +70,6 @@ class Unit:
         self.name, self.module = spec.name, spec.module
         self.index, self.parent, self.strategy = index, parent, strategy
         self.flats, self.places = tuple(flats), tuple(places)
-        for flat in self.flats:
-            flat.unit_label = self.label
-            pool.ledger.add("parameters", flat.copy.nbytes)
-            pool.ledger.add("master", flat.master.nbytes)
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self.passage = Passage()  # of the forward under way
@@ -89,6 +86,9 @@ class Unit:
         # zero3 at N > 1: the full buffer is lent by the pool, for as long as the unit is gathered.
         self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
         for flat in self.flats:
+            flat.unit_label = self.label
+            pool.ledger.add("parameters", flat.copy.nbytes)
+            pool.ledger.add("master", flat.master.nbytes)
             flat.before_write = partial(self._before_write, flat)
             if flat.resident is not None:
                 flat.attach(flat.resident, self._leaf_done(flat))

@@ -13,8 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..groups import chunk_rows
-from ..layout import Layout, Local, Range
-from ..pool import aligned
+from ..layout import Layout, Local, Range, aligned
 from ..precision import Dtypes
 from ..strategy import Strategy
 
