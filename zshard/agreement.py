@@ -12,9 +12,9 @@ in which the others, about to begin their next phase, take part until nobody nee
 without a program, the first of its kind, goes from meeting to meeting, up to one at its end, where
 the ranks put together what each has needed; that is the program of the next. Once a rank has left a
 program, phases that follow one end with a meeting as well, so that a rank in need finds the others
-there, and not in a collective of the user's own. Ranks that begin different phases, or phases of
-different models, are told so, all of them; but where some have left a forward by an exception, the
-others alone, who then come to what follows it, too.
+there, and not in a collective of the user's own. Where ranks begin different phases, or phases of
+different models, all of them raise. If it is because a forward has raised on some, only the others
+do: that ends the step there, too, and all come to the same next phase.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .unit import State, Unit
 # to take part in the gather of one model when it is about to begin a phase of another.
 _AGREEMENTS: WeakValueDictionary[tuple[object, int], Agreement] = WeakValueDictionary()
 _COUNTS: Counter[object] = Counter()
-# Over which this rank has left a forward by an exception, and has begun nothing with them since.
+# The ``Comm.ranks`` of models whose forward has raised here, until something is begun with them.
 _LEFT: set[object] = set()
 
 

@@ -1,4 +1,8 @@
-"""What is done to units, and told to the trace: the hands of the schedule and of the agreement."""
+"""Carries out what is decided elsewhere: gathers, reshards and reductions of units.
+
+Each gets its tag, its record in the trace and its range in the profiler here, so those who decide,
+the schedule and the agreement, need not know of them.
+"""
 
 from __future__ import annotations
 

@@ -183,9 +183,9 @@ class Flat:
     # --- the master ------------------------------------------------------------------------------
 
     def leave_data(self, index: int) -> None:
-        """Leave the values of parameter ``index``, which gets others, to those who keep its data.
+        """Before ``param.data = ...``: what was taken from ``.data`` earlier gets its own copy.
 
-        As with plain tensors: assigning ``.data`` changes what the parameter is, not what it was.
+        As with plain tensors, where that assignment gives the parameter other memory.
         """
         for alias in self.aliases.take(index):
             values = self.master.values

@@ -130,9 +130,10 @@ class Flight:
             self._finish()
 
     def leaves_free(self, route: Route) -> bool:
-        """Whether ``route`` may be packed into before this lands: it needs neither host nor memory.
+        """Whether ``route`` may be packed into before this lands.
 
-        Other buffers than the packed one are used on the reduce lane alone, one after the other.
+        It may if this has packed into another buffer, and its last sum is made or enqueued. Buffers
+        beside the packed ones are used on the reduce lane alone, one reduction after the other.
         """
         apart = self._route.packed.data_ptr() != route.packed.data_ptr()
         return self._summed and apart

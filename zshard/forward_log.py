@@ -17,7 +17,7 @@ from .unit import Unit
 
 
 class Forward:
-    """A forward; what its graph holds, so that this goes when the graph does."""
+    """Stands for a forward. The hooks on its graph hold it, so it lives as long as that does."""
 
 
 class _Noted(NamedTuple):

@@ -2,9 +2,9 @@
 
 [Note: a gradient that is kept] The gradients of every step lie in the same memory. ``p.grad`` is
 one object for as long as the gradient accumulates; once that is dropped the next one is another, as
-with plain tensors, so whoever still has the first has to keep its values. Nobody can come by it any
-more, so whether anybody has it is seen when it is dropped: by its references, which cost nothing to
-look at, where a new object for each step would.
+with plain tensors, so whoever still has the first has to keep its values. From then on nobody can
+get it through ``p.grad``, so it is enough to ask as it is dropped whether anybody has it. Its count
+of references says so for nothing, where a new object for every step would cost time.
 """
 
 from __future__ import annotations

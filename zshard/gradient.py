@@ -101,7 +101,7 @@ class Gradients:
     # --- as the user sees them -------------------------------------------------------------------
 
     def get(self, index: int) -> ShardedGrad | None:
-        """The gradient of parameter ``index``, or None; not None either where no_sync holds one."""
+        """The gradient of parameter ``index``, or None. One that no_sync holds back is one."""
         self.on_query()
         if not self.present[index] and not self.is_held_back(index):
             return None

@@ -158,7 +158,10 @@ class Ranks:
         """Let go of all memory that ``empty`` made."""
 
     def rows_for_me(self, packed: torch.Tensor) -> Rows | None:
-        """N x (S,) where an exchange of ``packed`` (N * S,) delivers; None: into given memory."""
+        """The rows of ``packed`` (N * S,) that an exchange leaves where they lie, N x (S,).
+
+        None where it delivers them, into memory that the caller gives.
+        """
         return None
 
     def start_gather(
@@ -195,7 +198,7 @@ class Ranks:
     def start_exchange(
         self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
     ) -> Work | None:
-        """Start what ``Comm.exchange`` says."""
+        """Start the communication of a reduce-scatter; see ``Comm.exchange``."""
         work: Work | None
         chunks = chunks.view(-1)
         if self.row_count(dtype) == 1:
@@ -247,8 +250,9 @@ class Ranks:
         return gather_objects(value, self.size, self._all_gather)
 
     def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
-        # Another collective than words': ranks that are not in the same one of the two wait, where
-        # gloo would end the process of one that gets more bytes than it expects.
+        # Not the collective that `all_gather_words` uses: a rank that sends words to one that sends
+        # objects then waits for its timeout. In one collective of two sizes gloo would abort the
+        # process that gets more bytes than it expects.
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         self.wait(dist.all_gather(everyone, mine, group=self.control, async_op=True))
         return torch.cat(everyone)

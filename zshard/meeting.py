@@ -62,13 +62,13 @@ def refuse(comm: Comm, label: str) -> NoReturn:
 
 
 def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequence[Message]) -> None:
-    """Say what each rank was about to begin, where they differ; see ``tell``.
+    """Raise where ranks begin different things, but not on one whose forward has raised before.
 
-    Returns on a rank that has left a forward by an exception: the others, to whom this is the error
-    that ends their step, come to what follows it, too.
+    Its exception has ended the step there, and this error ends it on the others: they all come to
+    the same next thing, at which the rank that returns from here meets them.
 
     Raises:
-        MismatchError: on the others; on all where that explains nothing.
+        MismatchError: on the others; on all, if no such exception explains the difference.
     """
     if len({message.model for message in messages}) > 1:
         label = f"{label}, of wrapped model {mine.model}"

@@ -36,11 +36,11 @@ class Missed(RuntimeError):
 class Neighbours:
     """What the ranks of ``ranks`` share.
 
-    Args:
-        processes: the ranks'.
-
-    It is a context that no exception leaves unnoticed: one in the middle of a collective, out of a
+    As a context it is for the middle of a collective: an exception that leaves it, out of a
     signal's handler say, is told to the others, and makes this rank give up.
+
+    Args:
+        processes: those of the ranks.
 
     Attributes:
         token: the same on all of them, and only there.

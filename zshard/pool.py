@@ -114,7 +114,7 @@ class Pool:
         self.peak_live = max(self.peak_live, self.live)
 
     def discard(self, nbytes: int) -> torch.Tensor:
-        """Memory for a gather that only other ranks need, (nbytes,) uint8; made if there is one."""
+        """Memory for a gather that only other ranks need, (nbytes,) uint8; made for the first."""
         if self._discard is None or self._discard.numel() < nbytes:
             self.allocations += 1
             size = max(nbytes, self._slot_bytes)
@@ -127,10 +127,10 @@ class Pool:
         return self._discard[:nbytes]
 
     def reserve_scratch(self, nbytes: dict[Scratch, int]) -> None:
-        """Size the reduce buffers; what is allocated already stays if it fits.
+        """Note how large the reduce buffers have to be; those that are large enough stay.
 
-        Ranks may come here at different times, and to sizes that the others refuse, so what does
-        not fit is given up where it is used next, by all of them.
+        Nothing is freed or allocated here: ranks come here at different times, and some with sizes
+        that a meeting is about to refuse. ``make_scratch`` replaces what is too small, on all.
         """
         self._scratch_bytes = nbytes
 

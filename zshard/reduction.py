@@ -39,7 +39,7 @@ class Reducer:
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
         self._in_flight: list[Flight] = []  # that use reduce buffers, in order
-        self._apart: Flight | None = None  # the last of those that use none
+        self._apart: Flight | None = None  # the last that uses no reduce buffer
         self._flights: list[Flight] = []  # of this backward
         self._routes: dict[Flat, Route] = {}
         self._landing: dict[Flat, Route] = {}  # those into shards, for as long as these stay
@@ -60,7 +60,7 @@ class Reducer:
         self.find_trained()
 
     def find_trained(self) -> None:
-        """Find out what there is to reduce, at first and when parameters were frozen or not."""
+        """Find out what there is to reduce: at first, and after parameters were (un)frozen."""
         self.trained_flats = [flat for flat in self.all_flats if flat.requires_grad]
         self._stats.zero_()
         self._routes.clear()
@@ -71,7 +71,7 @@ class Reducer:
                 flat.grads.free()
 
     def make_room(self) -> None:
-        """Have buffers for all that is trained, where that takes all ranks, who come together.
+        """Make the reduce buffers if they are shared memory, which all ranks have to make together.
 
         Raises:
             Error: on every rank, if one of them has not enough memory; the next backward tries

@@ -1,4 +1,4 @@
-"""What a user reads from a wrapped model while it trains, and switches for a while."""
+"""What a script asks of a wrapped model as it trains: no_sync, method, trace, reset and stats."""
 
 from __future__ import annotations
 

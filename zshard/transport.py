@@ -57,8 +57,9 @@ def agree_on_transport(
 
     Args:
         told: (transport, refusal, token) of every rank; failure: this rank's own.
-        shards: learn here whether they share memory already; replica: which one's they are.
-        there: of ``neighbours_of``, whose token this rank has told, "" if there are none.
+        shards: get ``there`` as their neighbours, if all of them share memory already.
+        replica: the number of the replica whose shards they are.
+        there: of ``neighbours_of``; this rank has told its token, or "".
 
     Raises:
         Error: on every rank, if one has found anything wrong.

@@ -153,8 +153,8 @@ class Unit:
                     self._comm.all_gather(flat.full.recv, flat.sent, tag, lasting=lasting)
                 )
         if self.strategy.resident and self._comm.shards.read_by_waiter:
-            # Nothing goes on by itself, and one that writes its shard would wait for this rank to
-            # read: for ever, where this one waits for that one meanwhile.
+            # It goes on only while this rank waits for it. Left open, a rank that writes its shard
+            # waits for this one to read: for ever, if this one is waiting for that rank.
             self._finish_gathers()
 
     def join(self, tag: Tag) -> None:
