@@ -61,7 +61,7 @@ def count(contestant: Contestant, setting: Setting) -> Moved:
 def rank_main(setting: Setting, variants: list[Variant], rows_of_gloo: bool) -> dict[str, object]:
     """Body of the rank that is there: a step of every contestant."""
     if not rows_of_gloo:  # on CPU the fake group stands for gloo, whose sums are not its own
-        SimulatedRanks.chunks = lambda self, dtype: chunk_rows(self.size, dtype, nccl=True)  # type: ignore[method-assign]
+        SimulatedRanks.row_count = lambda self, dtype: chunk_rows(self.size, dtype, nccl=True)  # type: ignore[method-assign]
     moved = []
     for make in (*variants, "fsdp2", "compute"):
         maker = MAKERS[make] if isinstance(make, str) else None

@@ -95,7 +95,7 @@ def test_a_gradient_that_is_kept_is_not_written_by_the_next_backward() -> None:
 
 def one_row() -> None:
     """Have gloo sum fp32, as NCCL does, so that one row arrives."""
-    groups.Ranks.chunks = lambda self, dtype: groups.chunk_rows(self.size, dtype, nccl=True)
+    groups.Ranks.row_count = lambda self, dtype: groups.chunk_rows(self.size, dtype, nccl=True)
 
     def reduce_scatter(out: Tensor, packed: Tensor, *, group: dist.ProcessGroup) -> None:
         dist.reduce_scatter_tensor(out, packed, group=group)

@@ -96,6 +96,31 @@ def test_a_step_on_parameters_that_were_lent_before_is_refused(
         optimizer.step()
 
 
+def test_a_closure_may_make_the_gradients_of_lent_parameters() -> None:
+    model = _with_gradients()
+    with zshard.full_params(model, write=True) as inside:
+        optimizer = torch.optim.SGD(inside.parameters(), lr=0.1)
+
+        def closure() -> Tensor:
+            with torch.enable_grad():
+                loss = sum(param.square().sum() for param in inside.parameters())
+                loss.backward()
+            return loss
+
+        before = next(inside.parameters()).detach().clone()
+        optimizer.step(closure)
+        torch.testing.assert_close(next(inside.parameters()).detach(), 0.8 * before)
+
+
+def test_lent_parameters_may_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = zshard.wrap(Blocks())
+    values = {name: torch.ones_like(value) for name, value in zshard.state_dict(model).items()}
+    with zshard.full_params(model, write=True):
+        model.load_state_dict(values)
+    assert all(torch.equal(zshard.state_dict(model)[name], values[name]) for name in values)
+
+
 def test_lent_parameters_that_nobody_trains_may_be_in_an_optimizer() -> None:
     model = zshard.wrap(Blocks())
     with zshard.full_params(model, write=True) as inside:

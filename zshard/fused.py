@@ -203,8 +203,8 @@ class FusedOptimizer(Optimizer):
         found = super().state_dict()
         params = self._numbered(found)
         found["state"] = {
-            number: _sharded_like(params[number], values)
-            for number, values in found["state"].items()
+            key: _sharded_like(params[key], values) if isinstance(key, int) else values
+            for key, values in found["state"].items()
         }
         settings = self._torch_settings() | _TORCH_LAUNCHES
         found["param_groups"] = [settings | group for group in found["param_groups"]]

@@ -12,8 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .errors import OptimizerError
 from .param import Sharded
 
-# A whole parameter -> the sharded one that it stands for; None once the context has ended.
-_LENT = WeakTensorKeyDictionary()
+# Of each whole parameter that a context has in the modules now, by id: itself, and the sharded one.
+# No weak reference meanwhile, with which torch.utils.swap_tensors would refuse it.
+_LENT: dict[int, tuple[torch.Tensor, Sharded]] = {}
+_TAKEN_BACK = WeakTensorKeyDictionary()  # of those whose context has ended, as long as they live
 
 _REMEDY = (
     "An optimizer that needs whole matrices takes whole tensors of your own: "
@@ -24,30 +26,35 @@ _REMEDY = (
 
 
 def lend(whole: torch.Tensor, sharded: Sharded) -> None:
-    """Note that ``whole`` stands for ``sharded``."""
-    _LENT[whole] = sharded
+    """Note that ``whole`` stands for ``sharded``, until it is taken back."""
+    _LENT[id(whole)] = whole, sharded
 
 
 def take_back(whole: torch.Tensor) -> None:
     """Note that the model does not look at ``whole`` any more."""
-    _LENT[whole] = None
+    _LENT.pop(id(whole), None)
+    _TAKEN_BACK[whole] = True
 
 
-def refuse_lost_step(param: torch.Tensor) -> None:
+def refuse_lost_step(param: torch.Tensor, *, has_closure: bool) -> None:
     """Refuse an optimizer's step that would change nothing of the model.
+
+    Args:
+        has_closure: whether the step calls one, which makes the gradients only then.
 
     Raises:
         OptimizerError: if ``param`` was lent by a context that has ended, or has no gradient where
             the sharded parameter has one.
     """
-    if param not in _LENT:
-        return
-    sharded = _LENT[param]
-    if sharded is None:
+    if param in _TAKEN_BACK:
         raise OptimizerError(
             f"the optimizer's parameter of shape {tuple(param.shape)} is one that "
-            "zshard.full_params lent while it lasted: the model would not see this step. " + _REMEDY
+            "zshard.full_params lent while it lasted: the model would not see this step. To train "
+            "a model of your own on it, clone it. " + _REMEDY
         )
+    _, sharded = _LENT.get(id(param), (None, None))
+    if sharded is None or has_closure:
+        return
     if param.grad is None and sharded.grad is not None:
         raise OptimizerError(
             f"{sharded.fqn}: the whole parameter that zshard.full_params lends has no gradient, so "

@@ -40,13 +40,13 @@ def _before_step(
             if nothing of the model would change.
         StateError: if no_sync holds back a gradient.
     """
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            refuse_lost_step(param)
-    if isinstance(optimizer, FusedOptimizer):
-        return
     # A closure runs the last backward of the step, which may be the one that reduces.
     has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            refuse_lost_step(param, has_closure=has_closure)
+    if isinstance(optimizer, FusedOptimizer):
+        return
     settings: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         sharded = [param for param in group["params"] if isinstance(param, Sharded)]

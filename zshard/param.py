@@ -161,6 +161,10 @@ class Sharded(torch.Tensor):
         ranks = self.flat.schedule.comm.shards.members
         return place.shape, place.stride, ranks, first, range(size - begin, place.numel, size)
 
+    def is_shared(self) -> bool:
+        """As torch's: nobody can take it into another process."""
+        return False
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "parameter" if self._is_param else "tensor"
         return (

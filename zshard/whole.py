@@ -93,6 +93,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     versions = [flat.version for flat in schedule.flats]
     schedule.whole = True
     try:
+        for each, param in zip(given, schedule.parameters(), strict=True):
+            lend(each, param)
         for unit, params in zip(schedule.units, lent, strict=True):
             if unit.state is not State.SHARDED and not unit.strategy.resident:
                 unit.reshard()
@@ -221,7 +223,6 @@ def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
     ):
         whole = nn.Parameter(segment.view_of(full), requires_grad=trained)
         whole.__dict__.update(user_attributes(param))
-        lend(whole, param)
         lent.append(whole)
     return lent
 

@@ -277,7 +277,11 @@ def _type_of(device: torch.device | str) -> str:
 def _device_of(model: object) -> torch.device | None:
     """Where the parameters are, of a model that may make no sense otherwise."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
-    return next((param.device for param in params if not param.is_meta), None)
+    there = [param.device for param in params if not param.is_meta]
+    on_gpus = [
+        device for device in there if device.type != "cpu"
+    ]  # what is ignored may be elsewhere
+    return next(iter(on_gpus or there), None)
 
 
 def _ignored_parameters(

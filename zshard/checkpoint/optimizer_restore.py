@@ -33,22 +33,23 @@ class OptimizerMatch:
     Attributes:
         match: the tensors.
         states: parameter -> what its state is to be.
-        common: what the state of all parameters is to be, by key.
+        common: what the state of all parameters is to be, by key; None: it is left as it is.
     """
 
     optimizer: Optimizer
     match: Match = field(default_factory=Match)
     states: dict[torch.Tensor, State] = field(default_factory=dict)
-    common: State = field(default_factory=dict)
+    common: State | None = None
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def finish(self) -> None:
         """Hand the states, now filled, to the optimizer."""
         for group, options in self.groups:
             group.update(options)
-        for key in common_state(self.optimizer).keys() - self.common.keys():
-            del self.optimizer.state[key]
-        self.optimizer.state.update(self.common)  # type: ignore[arg-type]
+        if self.common is not None:
+            for key in common_state(self.optimizer).keys() - self.common.keys():
+                del self.optimizer.state[key]
+            self.optimizer.state.update(self.common)  # type: ignore[arg-type]
         fused = isinstance(self.optimizer, FusedOptimizer)
         for param, state in self.states.items():
             if not fused:
@@ -106,6 +107,7 @@ def match_optimizer(saved: Manifest, optimizer: Optimizer, inventory: Inventory)
             continue
         names[name] = key
         found.states[param] = _state(saved, optimizer, group, param, name, key, match)
+    found.common = {}
     for key, entry in record.state.get(COMMON, {}).items():
         # Beside the parameters, where they all are in one place.
         device = params[0][1].device if params else torch.device("cpu")

@@ -43,9 +43,11 @@ def parameters_of(
 
     Raises:
         InputError: if it is no optimizer, or has a parameter that the model does not have.
+        OptimizerError: if it is one around another one.
     """
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"optimizer: expected a torch.optim.Optimizer, got a {type(optimizer)}")
+    _refuse_states_elsewhere(optimizer)
     found = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for param, _ in found:
         if id(param) not in names:
@@ -108,7 +110,6 @@ def optimizer_inventory(
         for key, value in common.items():
             _check_common(key, value)
             note(COMMON, key, value, None)
-    _refuse_states_elsewhere(optimizer, params)
     _read_scalars(scalars)
     return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
 
@@ -118,20 +119,17 @@ def common_state(optimizer: Optimizer) -> dict[Any, Any]:
     return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
 
-def _refuse_states_elsewhere(
-    optimizer: Optimizer, params: Sequence[tuple[str, torch.Tensor, dict[str, Any]]]
-) -> None:
-    """Refuse an optimizer around another one, which ``optimizer.state`` does not show."""
-    if isinstance(optimizer, FusedOptimizer):
-        return
-    told = optimizer.state_dict().get("state", {})
-    for key, values in told.items():
-        if isinstance(key, int) and values and not optimizer.state.get(params[key][1]):
-            raise OptimizerError(
-                f"the {type(optimizer).__name__} keeps the states of {params[key][0]} elsewhere "
-                "than in its own .state, perhaps in an optimizer inside it; they would be lost. "
-                "Give zshard.save and zshard.load that one"
-            )
+def _refuse_states_elsewhere(optimizer: Optimizer) -> None:
+    """Refuse an optimizer around another one, whose states ``optimizer.state`` does not show."""
+    for name, value in vars(optimizer).items():
+        several = value.values() if isinstance(value, dict) else value
+        for inner in several if isinstance(value, (dict, list, tuple)) else [value]:
+            if isinstance(inner, Optimizer) and inner.state is not optimizer.state:
+                raise OptimizerError(
+                    f"the {type(optimizer).__name__} keeps states outside of its own .state, "
+                    f"in the {type(inner).__name__} of its .{name}; they would be lost. Give "
+                    "zshard.save and zshard.load that one"
+                )
 
 
 def _check_common(key: object, value: object) -> None:
