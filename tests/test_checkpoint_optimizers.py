@@ -268,7 +268,7 @@ def test_what_a_checkpoint_cannot_hold_of_an_optimizers_state_is_refused(tmp_pat
         zshard.save(tmp_path / "a", model, optimizer)
 
 
-def test_a_parameter_that_left_the_optimizer_is_not_saved(tmp_path: Path) -> None:
+def test_the_state_of_a_parameter_that_left_the_optimizer_stays_where_it_is(tmp_path: Path) -> None:
     model, _ = plain()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 0, range(1))

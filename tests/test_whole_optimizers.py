@@ -51,8 +51,6 @@ def muon_of_whole_tensors_takes_the_plain_models_steps(rank: int, world: int) ->
 
 
 def test_muon_of_whole_tensors_takes_the_plain_models_steps() -> None:
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip(f"torch {torch.__version__} has no Muon")
     muon_of_whole_tensors_takes_the_plain_models_steps(0, 1)
     run_ranks(muon_of_whole_tensors_takes_the_plain_models_steps, 2)
 
