@@ -71,6 +71,7 @@ def test_the_memory_of_a_sharded_tensor_is_refused_by_name(name: str) -> None:
     model = zshard.wrap(nn.Linear(3, 5))
     with pytest.raises(zshard.ShardedAccessError, match=rf"weight: {name} needs.*full_param"):
         getattr(model.weight, name)()
+    assert not model.weight.is_shared()  # which torch answers by the storage
 
 
 def test_files_of_shards_are_refused(tmp_path: Path) -> None:
