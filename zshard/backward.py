@@ -12,6 +12,12 @@ drop: the gradients are gone, on every rank, as the others hear of it.
 reset: all of that, for one model, with its units SHARDED again (``Schedule.reset``).
 forget: all ranks at once begin anew, after [Note: giving up] in recovery.py: no collective is left
   to take part in, and what was learned is gone, too.
+
+[Note: whether a backward is under way]
+Autograd holds a callback for its end for as long as it runs, so a weak reference to that tells. But
+where a thread of autograd's own runs it, as for a GPU, and it raises, the caller goes on while that
+thread holds on for some milliseconds: who is outside of every backward knows that this one is over.
+(For as long the modules may hold whole parameters.)
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from .crew import Crew
 from .errors import Error, StateError
 from .forward_log import Forward, ForwardLog
 from .meeting import Ask
-from .phase import Phase
+from .phase import Phase, inside_backward
 from .reduction import Reducer
 from .unit import State, Unit
 from .updates import Updates
@@ -173,9 +179,7 @@ class Backward:
 
     def _finish_at_the_end(self) -> None:
         """Have autograd call ``_finish`` at the end of this backward, if it does not raise."""
-        # It holds the callback for exactly as long as it runs: so a weak reference tells whether
-        # the backward is still under way.
-        end = partial(self._finish)
+        end = partial(self._finish)  # a new object; see [Note: whether a backward is under way]
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._end = weakref.ref(end, self._let_go)
 
@@ -249,14 +253,18 @@ class Backward:
 
     def _let_go(self, end: weakref.ref[partial[None]]) -> None:
         """Have user code meet the sharded parameters again, should the backward have raised."""
-        if self._crew.phase is Phase.BACKWARD and end is self._end:
-            for unit in self._units:
-                unit.uninstall()
+        for unit in self._units:
+            if self._crew.phase is not Phase.BACKWARD or end is not self._end:
+                return  # it has ended well, or another thread has gone on meanwhile
+            unit.uninstall()
 
     @property
     def raised(self) -> bool:
-        """Whether the last backward ended in an exception, and nothing was run since."""
-        ended = self._end is None or self._end() is None
+        """Whether the last backward ended in an exception, and nothing was run since.
+
+        See [Note: whether a backward is under way].
+        """
+        ended = not inside_backward() or self._end is None or self._end() is None
         return self._crew.phase is Phase.BACKWARD and ended
 
     def _bring_others_back(self) -> None:
@@ -315,6 +323,7 @@ class Backward:
 
     def abandon(self, strayed: bool) -> None:
         """Leave the forward or backward under way; see [Note: after an exception]."""
+        self._end = None
         self._agreement.abort()
         self._crew.leave_all()
         for flat in self._reducer.trained_flats:
