@@ -15,6 +15,7 @@ def outlived(rank: int, world_size: int, meanwhile: str) -> None:
     """A backward raises, and is let go of only later, as by the thread that runs it for a GPU."""
     model = build()
     optimizer = zshard.AdamW(model.parameters())
+    sharded = model.inlet.weight
     model(batch(rank, 0)).sum().backward()
     expected = zshard.full_grad(model, "inlet.weight")
     held = []
@@ -37,13 +38,10 @@ def outlived(rank: int, world_size: int, meanwhile: str) -> None:
     elif meanwhile == "a read":
         zshard.full_param(model, "inlet.weight")
     elif meanwhile == "a freeze":
-        model.inlet.weight.requires_grad_(False)
-        model.inlet.weight.requires_grad_(True)
+        sharded.requires_grad_(False)
+        sharded.requires_grad_(True)
     model.zero_grad()
-    out = model(batch(rank, 0))
-    out.register_hook(lambda grad: held.clear())  # let go in the middle of the next one
-    out.sum().backward()
-    assert not held
+    model(batch(rank, 0)).sum().backward()
     assert torch.equal(zshard.full_grad(model, "inlet.weight"), expected)
     optimizer.step()
 
@@ -54,3 +52,20 @@ def test_a_backward_that_raised_is_over_before_autograd_has_let_go_of_it(
     meanwhile: str, world_size: int
 ) -> None:
     run_ranks(outlived, world_size, meanwhile)
+
+
+def test_a_backward_that_autograd_lets_go_of_late_leaves_the_next_forward_alone() -> None:
+    model = build()
+    sharded, held, used = model.inlet.weight, [], []
+    out = model(batch(0, 0))
+    out.register_hook(lambda grad: held.append(schedule_of(model).backward._end()))
+    out.sum().backward()
+    assert held[0] is not None
+
+    def let_go(module: torch.nn.Module, args: object) -> None:
+        held.clear()
+        used.append(module.weight)
+
+    model.inlet.register_forward_pre_hook(let_go)
+    model(batch(0, 1))
+    assert used[0] is not sharded and model.inlet.weight is sharded
