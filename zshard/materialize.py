@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from .errors import InputError, WrapError
 from .groups import groups_of
 from .init_calls import Guard, RandomNumbers
 from .param import user_attributes
+from .refusal import attempt, raise_together
 from .tag import Tag
 from .unitmap import Owned, UnitSpec, owned_parameters
 
@@ -184,22 +186,12 @@ class Materializer:
         """Make the next unit's parameters whole on the device, with their values.
 
         Raises:
-            InputError: if ``init_fn`` did what cannot work; on every rank, if it raised on another.
+            InputError: if ``init_fn`` did what cannot work; on every rank, if it did so on one.
         """
-        failure: Exception | None = None
-        try:
-            self._fill(spec)
-        except Exception as error:
-            failure = error
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        everyone = self._comm.all_gather_object(said, Tag(0, "wrap", spec.name or "root"))
-        if failure is not None:
-            raise failure
-        for rank, what in enumerate(everyone):
-            if what is not None:
-                raise InputError(
-                    f"rank {rank} could not initialise unit {spec.name or 'root'!r}: {what}"
-                )
+        unit = spec.name or "root"
+        tag = Tag(0, "wrap", unit)
+        failure, told = attempt(partial(self._fill, spec), self._comm, tag, InputError)
+        raise_together(failure, told, at=f"initialise unit {unit!r}")
 
     def _fill(self, spec: UnitSpec) -> None:
         modules = self._turns.pop(0)

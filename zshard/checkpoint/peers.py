@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .. import errors
 from ..comm import Comm
-from ..errors import CommError, Error
+from ..errors import CheckpointError, CommError
+from ..refusal import Refusal, raise_together
 from ..tag import Tag
 
 T = TypeVar("T")
@@ -44,21 +44,12 @@ class Peers:
             result = stage()
         except Exception as error:
             failure = error
-        said = None if failure is None else (type(failure).__name__, str(failure))
-        everyone = self._gather((said, result))
-        if failure is not None:
-            raise failure
-        results: list[T] = []
-        for rank, item in enumerate(everyone):
-            assert isinstance(item, tuple)
-            words, value = item
-            if words is not None:
-                kind = getattr(errors, words[0], None)
-                if not (isinstance(kind, type) and issubclass(kind, Error)):
-                    kind, words = errors.CheckpointError, ("", ": ".join(words))
-                raise kind(f"rank {rank}: {words[1]}")
-            results.append(value)
-        return results
+        everyone = cast(
+            "list[tuple[Refusal | None, T]]",
+            self._gather((Refusal.of(failure, CheckpointError), result)),
+        )
+        raise_together(failure, [refusal for refusal, _ in everyone])
+        return [each for _, each in everyone]
 
     def _gather(self, item: object) -> list[object]:
         if self.size == 1:
