@@ -31,6 +31,7 @@ from .meeting import Ask, Message, refuse, refuse_but_who_left, refuse_trained, 
 from .program import Key, Op, Programs, Run, Turn, leads_to
 from .tag import Tag
 from .unit import State, Unit
+from .updates import NOTHING, Tally
 
 # The agreements of all models that are wrapped over the same ranks, by number. A rank may be asked
 # to take part in the gather of one model when it is about to begin a phase of another.
@@ -81,20 +82,21 @@ class Agreement:
         label: str,
         *,
         reduces: bool = False,
-        word: int = 0,
         gathers: bool = True,
-    ) -> list[int]:
+        tally: Tally = NOTHING,
+        buffers: bool = False,
+    ) -> list[Message]:
         """Begin a phase together with all other ranks.
 
         Args:
             about: what its program depends on; may differ between ranks.
             label: what errors call it.
             reduces: whether it ends with every unit reduced.
-            word: what to tell the other ranks besides; where it reduces, that is what is trained.
             gathers: whether it consists of any gathers or reductions; else it is a meeting alone.
+            tally, buffers: what to tell the other ranks besides; see ``Message``.
 
         Returns:
-            The words of all ranks.
+            What all ranks have told.
 
         Raises:
             MismatchError: on every rank, if another begins something else.
@@ -105,19 +107,25 @@ class Agreement:
         if reduces:
             self._names = self._names or trained_names(self._units)
         names = self._names if reduces else ""
-        word = zlib.crc32(names.encode()) if reduces else word
-        left = int(self._comm.ranks in _LEFT)
-        message = Message(self.number, ask, word, zlib.crc32(about.encode()), left)
-        messages = self._meet(message, label)
+        mine = Message(
+            self.number,
+            ask,
+            about=zlib.crc32(about.encode()),
+            trained=zlib.crc32(names.encode()),
+            changes=tally.changes,
+            checksum=tally.checksum,
+            buffers=int(buffers),
+            left=int(self._comm.ranks in _LEFT),
+        )
+        messages = self._meet(mine, label)
         _LEFT.discard(self._comm.ranks)
         if self._run.is_new:
             self._learn()
-        if ask is Ask.CALL and len({message.digest for message in messages}) > 1:
+        if ask is Ask.CALL and len({message.about for message in messages}) > 1:
             self._refuse(label)
-        words = [message.word for message in messages]
-        if reduces and len(set(words)) > 1:
+        if len({message.trained for message in messages}) > 1:
             refuse_trained(self._comm, names)
-        key = (ask, words[0] if reduces else 0, *(message.digest for message in messages))
+        key = (ask, mine.trained, *(message.about for message in messages))
         if ask is Ask.BACKWARD:
             self._backward = key
         program = self._programs.of(key) if gathers else None
@@ -130,7 +138,7 @@ class Agreement:
             is_new=gathers and program is None,
             meets_at_end=gathers and (self._loose or program is None),
         )
-        return words
+        return messages
 
     def finish(self) -> None:
         """End a phase: take part in what is left of the program, and meet where that is due."""
@@ -307,13 +315,13 @@ class Agreement:
         own = [(p, m) for p, m in enumerate(messages) if m.model == self.number]
         for place, message in own:
             if message.ask is Ask.READY:
-                run.ready_on.setdefault(message.word, set()).add(place)
+                run.ready_on.setdefault(message.unit, set()).add(place)
         ended = {place for place, message in own if message.ask is Ask.END}
         for index in run.trained:
             places = run.ready_on.get(index, set())
             if index not in run.reduced and places and len(places | ended) == len(messages):
                 self._reduce(index)
-        for index in dict.fromkeys(m.word for _, m in own if m.ask is Ask.GATHER):
+        for index in dict.fromkeys(m.unit for _, m in own if m.ask is Ask.GATHER):
             unit = self._units[index]
             wanted = mine == Message(self.number, Ask.GATHER, index)
             if wanted and unit.state is State.SHARDED:

@@ -91,11 +91,16 @@ class ForwardHooks:
         schedule.reducer.settle()  # a failure elsewhere must not show in the middle of a backward
         schedule.structure.check_unchanged()
         self._forget_last_forward()
-        word = 2 * schedule.updates.word() + schedule.buffers.ask()  # the latter in the lowest bit
-        words = self._agreement.begin(Ask.FORWARD, self._crew.gathered, "a forward", word=word)
-        schedule.updates.check([word >> 1 for word in words])
+        messages = self._agreement.begin(
+            Ask.FORWARD,
+            self._crew.gathered,
+            "a forward",
+            tally=schedule.updates.tally(),
+            buffers=schedule.buffers.ask(),
+        )
+        schedule.updates.check([message.tally for message in messages])
         self._backward.forwards.begin()
-        if any(word & 1 for word in words):
+        if any(message.buffers for message in messages):
             schedule.buffers.broadcast(self._crew.step)
         kind = schedule.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

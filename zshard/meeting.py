@@ -10,6 +10,7 @@ from .comm import Comm
 from .errors import MismatchError
 from .tag import Tag
 from .unit import Unit
+from .updates import Tally
 
 
 class Ask(enum.IntEnum):
@@ -29,13 +30,22 @@ _OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD, Ask.RENEW))
 
 
 class Message(NamedTuple):
-    """One rank's part of a meeting."""
+    """One rank's part of a meeting; whole numbers all, 0 where the ask says nothing of them."""
 
     model: int  # number of the wrapped model
     ask: Ask
-    word: int = 0  # index of a unit, or more about the phase: of a backward, what it trains
-    digest: int = 0  # of what the phase depends on
+    unit: int = 0  # index of the one that is needed or ready
+    about: int = 0  # checksum of what the phase depends on
+    trained: int = 0  # checksum of the parameters that a backward trains
+    changes: int = 0  # see ``Tally``
+    checksum: int = 0
+    buffers: int = 0  # 1: the rank's buffers may have changed
     left: int = 0  # 1: the rank has left a forward by an exception, and begun nothing since
+
+    @property
+    def tally(self) -> Tally:
+        """What the rank has changed since the ranks last compared it."""
+        return Tally(self.changes, self.checksum)
 
 
 def tell(comm: Comm, label: str) -> str:

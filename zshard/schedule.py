@@ -169,7 +169,7 @@ class Schedule:
                 f"{self.crew.phase.value}. If an exception has left it there, call "
                 "zshard.reset(model) first."
             )
-        word = self.updates.word()
-        words = self.agreement.begin(Ask.CALL, what, what, gathers=False, word=word)
+        tally = self.updates.tally()
+        messages = self.agreement.begin(Ask.CALL, what, what, gathers=False, tally=tally)
         if not unusable_ok:
-            self.updates.check(words)
+            self.updates.check([message.tally for message in messages])

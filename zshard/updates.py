@@ -43,17 +43,8 @@ class Tally(NamedTuple):
         checksum = (self.checksum - before.checksum) % (1 << _BITS)
         return Tally(self.changes - before.changes, checksum)
 
-    def as_word(self) -> int:
-        """As one integer, below 2**62."""
-        return self.changes << _BITS | self.checksum
 
-    @classmethod
-    def of_word(cls, word: int) -> Tally:
-        """What ``as_word`` has made an integer of."""
-        return cls(word >> _BITS, word % (1 << _BITS))
-
-
-_NOTHING = Tally(0, 0)
+NOTHING = Tally(0, 0)
 
 
 class Updates:
@@ -64,7 +55,7 @@ class Updates:
         self._comm = comm
         self._checksum = 0  # of all that was noted
         self._noted: dict[str, object] = {}  # since the last check, for errors
-        self._agreed = self._before = _NOTHING  # up to the last check and the one before
+        self._agreed = self._before = NOTHING  # up to the last check and the one before
         self._checks = 0
         for flat in self._flats:
             flat.on_whole_value = partial(self._note_value, flat)
@@ -94,9 +85,9 @@ class Updates:
         changes = sum(flat.version for flat in self._flats)
         return Tally(changes, self._checksum % (1 << _BITS))
 
-    def word(self) -> int:
+    def tally(self) -> Tally:
         """What was changed since ``check`` was called last, for the others."""
-        return self._now().since(self._agreed).as_word()
+        return self._now().since(self._agreed)
 
     def begin_anew(self) -> None:
         """Have what was changed so far be of no account: all values were replaced alike."""
@@ -118,19 +109,18 @@ class Updates:
         first = min(checks for checks, _, _ in everyone)
         self._checks = first
         self._noted.clear()  # the ranks' are of different times
-        tallies = [last if checks == first else both for checks, last, both in everyone]
-        self.check([tally.as_word() for tally in tallies])
+        self.check([last if checks == first else both for checks, last, both in everyone])
 
-    def check(self, words: Sequence[int]) -> None:
+    def check(self, everyone: Sequence[Tally]) -> None:
         """Compare the ranks' tallies, and begin anew. All ranks come here.
 
         Args:
-            words: the ranks' ``word``.
+            everyone: the ranks' ``tally``.
 
         Raises:
             MismatchError: on every rank, if they differ.
         """
-        everyone, noted = [Tally.of_word(word) for word in words], dict(self._noted)
+        noted = dict(self._noted)
         self.begin_anew()
         if len(set(everyone)) == 1:
             return
