@@ -1,10 +1,10 @@
 """PEP 517 build backend: setuptools, plus the torch of the environment that is installed into.
 
-[Note: finding torch] The extension needs torch's headers, and pip's isolated builds hide the
-installed torch: they put an empty overlay in the place of the site directories. The interpreter is
-still the target environment's own, so sysconfig keeps naming those directories; torch's files are
-read there, without importing torch. Only where there is none does the build ask pip for one, by
-the same requirement as the package itself, so that both are one download.
+The extension needs torch's headers, and pip's isolated builds hide the installed torch: they put an
+empty overlay in the place of the site directories. The interpreter is still the target
+environment's own, so sysconfig keeps naming those directories; torch's files are read there,
+without importing torch. Only where there is none does the build ask pip for one, by the same
+requirement as the package itself, so that both are one download.
 """
 
 import importlib.util

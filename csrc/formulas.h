@@ -122,7 +122,7 @@ ZSHARD_HD To convert_scaled(From x, Wide<From> scale) {
 
 // ---- the fp32 master as two 16-bit planes ----
 
-// [Note: split master] hi = bits rounded half up to 16 bits (a bf16: the gather's send buffer), lo
+// A split master: hi = bits rounded half up to 16 bits (a bf16: the gather's send buffer), lo
 // = the signed rest: every fp32 is hi * 2^16 + lo exactly. Of the NaN patterns, that map would send
 // 0x7FFF8000..0x7FFFFFFF, among them CUDA's canonical NaN, to hi = +-0, and a NaN weight would be 0
 // in the compute copy. Before splitting, the NaNs are permuted so that only 0x7F808000..0x7F80FFFF
@@ -151,12 +151,12 @@ ZSHARD_HD float join_master(SplitMaster planes) {
 
 // ---- optimizers ----
 
-// [Note: optimizer rules] The launchers in cpu/optim.h and cuda/optim.cuh take a rule. Its Hyper is
-// a row of `hypers` as the caller gives it; its Factors are the same for one step, computed in
-// double and rounded once. kStates is the number of fp32 buffers that a shard has beside its
-// master. update() takes one element's gradient and changes its parameter and states. branch() says
-// which of two updates a segment takes, so that no element has to ask, and used() how many of the
-// states, the first ones, that update reads and writes.
+// The launchers in cpu/optim.h and cuda/optim.cuh take a rule. Its Hyper is a row of `hypers` as
+// the caller gives it; its Factors are the same for one step, computed in double and rounded once.
+// kStates is the number of fp32 buffers that a shard has beside its master. update() takes one
+// element's gradient and changes its parameter and states. branch() says which of two updates a
+// segment takes, so that no element has to ask, and used() how many of the states, the first ones,
+// that update reads and writes.
 
 // base^exponent by squaring: pow() differs between libraries, products do not.
 ZSHARD_HD double power(double base, int64_t exponent) {

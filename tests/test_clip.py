@@ -12,6 +12,7 @@ from torch import Tensor
 from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
 
 import zshard
+from zshard.clip import _largest
 
 # The norm is summed shard by shard, so the clip factor differs in its last bits from a sum over
 # whole tensors; ten AdamW steps carry that on.
@@ -210,6 +211,12 @@ def test_the_ranks_agree_on_every_norm_though_one_has_looked_in_between(norm_typ
     undisturbed = run_ranks(look_on_one_rank, 2, norm_type, False)[0]
     assert first == pytest.approx(undisturbed, rel=1e-6)
     assert first[1:] == pytest.approx([0.2, 0.05], rel=1e-4)
+
+
+def test_a_limit_on_another_device_is_taken_in_fp32_and_not_waited_for() -> None:
+    limit, shown = _largest(torch.ones(1, dtype=torch.float64, device="meta"))
+    assert isinstance(limit, Tensor) and limit.dtype == torch.float32 and limit.ndim == 0
+    assert shown is None
 
 
 def test_clipping_without_any_gradient_gives_zero() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import models
 import pytest
 import torch
@@ -220,6 +222,23 @@ def test_buffers_come_with_their_module_and_are_what_init_fn_wrote(device: str |
     for found in run_ranks(buffers, 2, device):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def held_buffer(rank: int, world_size: int) -> tuple[str, bool]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    holder = weakref.ref(model[1].running_var) if rank == 1 else None
+    with pytest.raises(zshard.WrapError) as caught:
+        zshard.wrap(model)
+    as_before = all(tensor.is_meta for tensor in model.state_dict().values())
+    del holder
+    zshard.wrap(model)
+    return str(caught.value), as_before
+
+
+def test_a_buffer_that_one_rank_cannot_give_memory_is_refused_on_every_rank() -> None:
+    for message, as_before in run_ranks(held_buffer, 2):
+        assert "1.running_var cannot be replaced" in message and as_before
 
 
 # --- mixed models --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import models
@@ -171,6 +172,24 @@ def test_a_state_in_memory_order_is_not_taken_for_a_whole_one() -> None:
     states["state"][0]["exp_avg"] = states["state"][0]["exp_avg"].flatten()
     with pytest.raises(zshard.OptimizerError, match=r"expected \(3, 2, 3, 3\), got \(54,\)"):
         optimizer.load_state_dict(states)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("make", kMakes)
+def test_a_copy_or_a_pickle_of_a_model_and_its_optimizer_goes_on_bit_by_bit(
+    make: str, copied: Callable[[object], tuple[nn.Module, torch.optim.Optimizer]]
+) -> None:
+    model = nn.Linear(3, 2)
+    pairs = [(model, kMakes[make](model.parameters()))]
+    for step in range(kSteps):
+        if step == 1:
+            pairs.append(copied(pairs[0]))
+        for each, optimizer in pairs:
+            optimizer.zero_grad()
+            each(torch.full((1, 3), step + 1.0)).square().sum().backward()
+            optimizer.step()
+    before, after = (list(each.parameters()) for each, _ in pairs)
+    assert all(a is not b and torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_sparse_gradients_of_a_plain_model_are_refused() -> None:

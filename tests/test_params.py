@@ -254,6 +254,14 @@ def test_computing_with_a_sharded_parameter_is_refused_by_name() -> None:
         assert "inlet.weight" in message and "full_params" in message
 
 
+def test_a_gradient_for_what_is_no_parameter_is_refused_and_not_lost() -> None:
+    model = zshard.wrap(models.build("blocks"))
+    detached = model.inlet.weight.detach()
+    detached.grad = None
+    with pytest.raises(zshard.StateError, match=r"inlet\.weight: only the parameter itself"):
+        detached.grad = torch.ones(detached.shape)
+
+
 class Outside(models.Blocks):
     """Uses a parameter of a block in its own forward, while that block's unit is sharded."""
 

@@ -119,7 +119,7 @@ class Agreement:
         )
         messages = self._meet(mine, label)
         _LEFT.discard(self._comm.ranks)
-        if self._run.is_new:
+        if self._run.to_be_learned:
             self._learn()
         if ask is Ask.CALL and len({message.about for message in messages}) > 1:
             self._refuse(label)
@@ -135,7 +135,7 @@ class Agreement:
             trained,
             reduces,
             follows=program is not None,
-            is_new=gathers and program is None,
+            to_be_learned=gathers and program is None,
             meets_at_end=gathers and (self._loose or program is None),
         )
         return messages
@@ -150,9 +150,9 @@ class Agreement:
             for unit in run.trained:
                 if unit not in run.reduced:
                     self._reduce(unit)
-            if run.is_new:
+            if run.to_be_learned:
                 self._learn()
-        run.meets_at_end = run.reduces = False
+        run.end()
 
     def abort(self) -> None:
         """An exception leaves the phase; see [Note: after an exception] in backward.py."""
@@ -162,15 +162,14 @@ class Agreement:
 
     def abandon(self) -> None:
         """Forget what is left of a phase that was aborted."""
-        run = self._run
-        run.program, run.meets_at_end, run.reduces = None, False, False
+        self._run.abandon()
         self._ahead.clear()
 
     def forget(self) -> None:
         """Learn everything anew, as all ranks do."""
         self.abandon()
         self._programs.forget()
-        self._run.is_new, self._loose = False, False
+        self._run.to_be_learned, self._loose = False, False
 
     @property
     def may_be_last(self) -> bool:
@@ -189,7 +188,7 @@ class Agreement:
     # --- turns -----------------------------------------------------------------------------------
 
     def need(self, unit: Unit) -> None:
-        """Have ``unit`` gathered, or on the way."""
+        """Issue the gather of ``unit``, or take the one that was issued ahead."""
         turn = Turn(Op.GATHER, unit.index)
         self._run.needed.append(turn)
         if unit in self._ahead and unit.state is not State.SHARDED:  # nor outdated meanwhile
@@ -279,12 +278,9 @@ class Agreement:
                 "than the one before. The step's gradients are dropped on every rank. Repeat the "
                 "step; from then on this way is expected."
             )
-        if run.reduces:
-            run.ready_on = {index: {self._comm.place} for index in run.ready}
-            run.follows, run.meets_at_end = False, True
-        else:
+        if not run.reduces:
             self._take_part_in_the_rest()
-        run.program, run.is_new = None, True
+        run.leave_program(self._comm.place)
 
     # --- meetings --------------------------------------------------------------------------------
 
@@ -299,7 +295,7 @@ class Agreement:
             if not asking:
                 if len({(message.model, message.ask) for message in messages}) == 1:
                     return messages
-                self._run.is_new = False
+                self._run.to_be_learned = False
                 refuse_but_who_left(self._comm, label, mine, messages)
                 continue
             for model in sorted({message.model for message in asking}):
@@ -310,7 +306,7 @@ class Agreement:
     def _serve(self, mine: Message, messages: Sequence[Message]) -> None:
         """Carry out what ranks ask for of this model."""
         run = self._run
-        run.is_new = True
+        run.to_be_learned = True
         self._loose = self._loose or run.follows
         own = [(p, m) for p, m in enumerate(messages) if m.model == self.number]
         for place, message in own:
@@ -332,7 +328,7 @@ class Agreement:
     def _learn(self) -> None:
         """Make the program of the phase that every rank has ended; none if one has aborted it."""
         run = self._run
-        run.is_new = False
+        run.to_be_learned = False
         needed = None if run.aborted else run.needed
         gathered = self._comm.all_gather_object(needed, Tag(0, "agree", "program"))
         if None in gathered:
@@ -345,5 +341,5 @@ class Agreement:
         self._names = ""
 
     def _refuse(self, label: str) -> None:
-        self._run.is_new = False
+        self._run.to_be_learned = False
         refuse(self._comm, label)

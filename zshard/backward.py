@@ -23,39 +23,22 @@ thread holds on for some milliseconds: who is outside of every backward knows th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from .agreement import Agreement
-from .crew import Crew
 from .errors import Error, StateError
 from .forward_log import Forward, ForwardLog
 from .meeting import Ask
 from .phase import Phase, inside_backward
-from .reduction import Reducer
 from .unit import State, Unit
-from .updates import Updates
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
 
 # Those of all models that have begun and not ended.
 _BEGUN: weakref.WeakSet[Backward] = weakref.WeakSet()
-
-
-class Scheduling(Protocol):
-    """What backward asks of the schedule."""
-
-    updates: Updates
-
-    def obtain(self, unit: Unit) -> None:
-        """Have the whole parameters in the modules."""
-
-    def require_values(self, what: str) -> None:
-        """Raise StateError if the parameters hold no valid values."""
-
-    def reset(self, strayed: bool = False) -> None:
-        """Bring the model back to the sharded state."""
 
 
 class Backward:
@@ -67,17 +50,10 @@ class Backward:
         sync: False inside no_sync, where gradients stay on the leaves.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        crew: Crew,
-        agreement: Agreement,
-        reducer: Reducer,
-        schedule: Scheduling,
-    ) -> None:
-        self._units, self._root = tuple(units), units[0]
-        self._crew, self._agreement, self._reducer = crew, agreement, reducer
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._units, self._root = schedule, schedule.units, schedule.root
+        self._crew, self._agreement = schedule.crew, schedule.agreement
+        self._reducer = schedule.reducer
         self._trained_changed = False
         self.current: Unit | None = None
         self.sync = True
@@ -86,10 +62,10 @@ class Backward:
         self._end: weakref.ref[partial[None]] | None = None
         self.forwards = ForwardLog()
         self._alone = True  # whether no other model had its backward meanwhile
-        agreement.before_meeting = self._bring_others_back
-        reducer.on_strayed = agreement.expect_other_ways
-        for unit in units:
-            unit.on_leaf_grad = self._leaf_grad
+        self._agreement.before_meeting = self._bring_others_back
+        self._reducer.on_strayed = self._agreement.expect_other_ways
+        for unit in self._units:
+            unit.leaf_grad_arrived = self._leaf_grad_arrived
 
     def reached(self, unit: Unit, index: int, forward: Forward, grad: torch.Tensor) -> None:
         """``grad`` has reached an output of ``unit``: its backward is about to run.
@@ -178,7 +154,7 @@ class Backward:
         _BEGUN.add(self)
 
     def _finish_at_the_end(self) -> None:
-        """Have autograd call ``_finish`` at the end of this backward, if it does not raise."""
+        """Queue ``_finish`` for the end of this backward, if it does not raise."""
         end = partial(self._finish)  # a new object; see [Note: whether a backward is under way]
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._end = weakref.ref(end, self._let_go)
@@ -195,7 +171,7 @@ class Backward:
         passed = [u.index for u in units if not any(flat.full.is_come_to() for flat in u.flats)]
         return " ".join(map(str, passed))
 
-    def _leaf_grad(self, unit: Unit) -> None:
+    def _leaf_grad_arrived(self, unit: Unit) -> None:
         self._begin(f"{unit.index}")
         if self._reduces and self._agreement.has_reduced(unit):
             self._schedule.reset(strayed=True)
@@ -252,7 +228,7 @@ class Backward:
     # --- exceptions ------------------------------------------------------------------------------
 
     def _let_go(self, end: weakref.ref[partial[None]]) -> None:
-        """Have user code meet the sharded parameters again, should the backward have raised."""
+        """Put the sharded parameters back for user code, should the backward have raised."""
         for unit in self._units:
             if self._crew.phase is not Phase.BACKWARD or end is not self._end:
                 return  # it has ended well, or another thread has gone on meanwhile
@@ -268,7 +244,7 @@ class Backward:
         return self._crew.phase is Phase.BACKWARD and ended
 
     def _bring_others_back(self) -> None:
-        """Have models whose backward raised take part in what is left of it, before a meeting.
+        """Reset models whose backward raised, before a meeting: they take part in what is left.
 
         Where it did not raise, that came first. Of a backward through several models it is not
         known what came in which order.
@@ -277,7 +253,7 @@ class Backward:
             each._schedule.reset()
 
     def require_gradients(self) -> None:
-        """Take in what the last backward's reduction said.
+        """Read what the last backward's reduction said.
 
         Raises:
             StateError: if it ended in an exception, so that only some gradients are there; if the
@@ -305,7 +281,7 @@ class Backward:
         self._trained_changed = True
 
     def _settle_trained(self) -> None:
-        """Take in which parameters were frozen and unfrozen since."""
+        """Note which parameters were frozen and unfrozen since."""
         if self._trained_changed:
             self._reducer.settle()  # may raise: then it is still to be done
             self._reducer.find_trained()

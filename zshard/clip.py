@@ -83,7 +83,7 @@ def _largest(max_norm: object) -> tuple[float | torch.Tensor, float | None]:
     if isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1:
         max_norm = max_norm.detach().reshape(())
         if not max_norm.is_cpu:
-            return max_norm, None
+            return max_norm.float(), None
     elif isinstance(max_norm, torch.Tensor) or not isinstance(max_norm, SupportsFloat):
         raise InputError(f"max_norm={max_norm!r}: expected a number")
     value = float(max_norm)

@@ -42,7 +42,7 @@ class Clock:
         self._zero = (before + after) / 2
 
     def synchronize(self) -> None:
-        """Have every stamp be of the past."""
+        """Wait until every stamp is of the past."""
         if not self._on_host:
             torch.cuda.synchronize(self._device)
 

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .counters import CommStats
 from .errors import CommError, Error
-from .groups import Ranks, groups_of
+from .groups import Ranks
 from .handle import Handle
+from .mesh import groups_of
 from .messages import Together, Work
 from .named_errors import NamedErrors
 from .phase import require_untransformed
@@ -196,7 +197,7 @@ class Comm:
         over: Ranks,
         start: Callable[[], Work | None],
     ) -> Handle:
-        """Have ``start`` give a collective to the backend, which sends ``sent`` bytes."""
+        """Start a collective by ``start``; the backend sends ``sent`` bytes."""
         trace, transfer = self.trace, None
         if trace is not None:
             name = "gather" if lane is self.gather_lane else "reduce"

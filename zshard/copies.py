@@ -11,8 +11,8 @@ from .param import Sharded
 from .schedule import LIVE
 
 
-def refuse_a_copys(params: Sequence[torch.Tensor]) -> None:
-    """See that ``params``, an optimizer's, are not those of a copy of a model that was wrapped.
+def refuse_parameters_of_a_copy(params: Sequence[torch.Tensor]) -> None:
+    """Refuse ``params``, an optimizer's, that are those of a copy of a model that was wrapped.
 
     Raises:
         OptimizerError: if none of them is sharded or has a gradient, and such a model has some.

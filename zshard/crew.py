@@ -36,7 +36,7 @@ class Crew:
         self.step = 0
 
     def turn_to(self, phase: Phase) -> None:
-        """Have the model be in ``phase`` from now on.
+        """Change the model's phase.
 
         Raises:
             StateError: if what it is in cannot lead there.
@@ -82,7 +82,7 @@ class Crew:
                 unit.join(self._tag("gather", unit))
 
     def wait(self, unit: Unit) -> None:
-        """Have the whole parameters there, if they are on the way."""
+        """Wait for the gather under way, if there is one."""
         if unit.state is State.GATHERING:
             with self.doing("wait", unit):
                 unit.wait()
@@ -108,7 +108,7 @@ class Crew:
             self.reshard(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Give up the whole parameters, if they are there."""
+        """Free the whole parameters, if they are there."""
         if unit.state is not State.SHARDED:
             with self.doing("reshard", unit):
                 unit.reshard()

@@ -4,10 +4,10 @@ A rank's slice is a few boxes. Each element is written by one rank: where severa
 ddp), by the one that updates it first. All that a rank owns is read. What is stored are the bits
 in memory, so an fp32 master under a 16-bit parameter, or two planes, come back as they were.
 
-[Note: a load is announced when it is planned] What is handed out to be filled is the memory itself.
-A load asks for each tensor's boxes once, on every rank, and then fills them in the same call: at
-the first we tell the flat buffer that its values change. At each copy would be too often, and more
-often on one rank than on another, from which the next forward would conclude that the ranks differ.
+What is handed out to be filled is the memory itself. A load asks for each tensor's boxes once, on
+every rank, and then fills them in the same call: at the first we tell the flat buffer that its
+values change. At each copy would be too often, and more often on one rank than on another, from
+which the next forward would conclude that the ranks differ.
 """
 
 from __future__ import annotations

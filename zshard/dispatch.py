@@ -107,7 +107,7 @@ def _copy(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> 
 def _zero_held_back(sharded: list[Sharded]) -> None:
     for grad in sharded:
         if isinstance(grad, ShardedGrad):
-            grad.flat.grads.on_access()
+            grad.flat.schedule.reducer.apply_scale()
             grad.flat.grads.zero_held_back(grad.segment)
 
 

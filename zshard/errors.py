@@ -16,7 +16,7 @@ class WrapError(Error):
 
 
 class MismatchError(Error):
-    """The ranks of a group do not agree on the model, the unit map or the order of units."""
+    """Ranks differ where they must not: in the model, its values, what they call, or save."""
 
 
 class ShardedAccessError(Error):
@@ -24,7 +24,7 @@ class ShardedAccessError(Error):
 
 
 class StateError(Error):
-    """An operation that the unit's state does not allow."""
+    """An operation that the state of the model, of a unit, or of the step does not allow."""
 
 
 class CommError(Error):

@@ -11,7 +11,7 @@ from .errors import InputError
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Have ``write`` make a file beside ``path``, which then takes its place.
+    """Write a file beside ``path`` by ``write``; it then takes that one's place.
 
     Raises:
         InputError: for a path that cannot be written; nothing is left of it.

@@ -70,7 +70,7 @@ class Flat:
         self.before_set_trained: Callable[[str], None] = lambda name: None
         # The unit's: called before the master is written, which a gather under way may be sending.
         self.before_write: Callable[[], None] = lambda: None
-        # The schedule's: called when a parameter has got a value that all ranks have to give alike.
+        # Updates': called when a parameter has got a value that all ranks have to give alike.
         self.on_whole_value: Callable[[int, torch.Tensor], None] = lambda index, whole: None
         self.version = 0  # of the master's values: how often they were changed
         self.resident: torch.Tensor | None = None
@@ -152,9 +152,9 @@ class Flat:
 
     # --- the full buffer -------------------------------------------------------------------------
 
-    def attach(self, memory: torch.Tensor, on_leaf_grad: Callable[[int], None]) -> None:
+    def attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
         """Make ``memory`` (N * S,) the full buffer, which holds no values of it yet."""
-        self.full.attach(memory, on_leaf_grad)
+        self.full.attach(memory, leaf_grad_arrived)
         self.mark(valid=False)
 
     def mark(self, *, valid: bool) -> None:
@@ -193,7 +193,7 @@ class Flat:
                 alias._local = alias.local.clone()
 
     def refresh_send(self) -> None:
-        """Bring what is sent up to the master."""
+        """Update what is sent, if the master is newer."""
         if self.master.stale:
             self.before_write()
         self.master.refresh()

@@ -139,7 +139,7 @@ class Flight:
         return self._summed and apart
 
     def land(self) -> None:
-        """Have the reduce buffers free again; gathers may still be under way."""
+        """Finish with the reduce buffers; gathers may still be under way."""
         if not self._summed:
             self._finish()
         elif self._mark is not None:
@@ -155,7 +155,7 @@ class Flight:
         trace.resume(stall)
 
     def wait(self) -> None:
-        """Have the gradients in place, after ``land``."""
+        """Wait for the gradients, after ``land``."""
         while self._gathers:
             self._gathers[-1].wait()
             self._gathers.pop()

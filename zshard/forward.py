@@ -119,12 +119,7 @@ class ForwardHooks:
         self._crew.leave(self._root)
         raised = self._root.passage.raised
         if schedule.methods.running:
-            if raised and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
-                return None  # the others are in no meeting any more; `Methods.run` settles it
-            self._agreement.finish()
-            self._backward.forwards.note(self._agreement.needed, self._crew.gathered)
-            schedule.methods.leave_forward()
-            return output
+            return self._end_in_method(raised, output)
         if self._crew.phase is Phase.FORWARD and raised:
             schedule.reset()
             return None
@@ -133,6 +128,19 @@ class ForwardHooks:
         if self._crew.phase is Phase.BACKWARD:  # all of the model is being recomputed
             self._watch(self._root, output)
             return output
+        return self._end(output)
+
+    def _end_in_method(self, raised: bool, output: object) -> object:
+        """End a forward that a method of the model has called, and may call again."""
+        if raised and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
+            return None  # the others are in no meeting any more; `Methods.run` settles it
+        self._agreement.finish()
+        self._backward.forwards.note(self._agreement.needed, self._crew.gathered)
+        self._schedule.methods.leave_forward()
+        return output
+
+    def _end(self, output: object) -> object:
+        """End what ``_begin`` has begun, or a method."""
         self._root.check_unwritten()
         output = self._root.copy_lent(output)
         if self._crew.phase is Phase.FORWARD:
@@ -205,7 +213,7 @@ class ForwardHooks:
             self._crew.release(kept)
 
     def _watch(self, unit: Unit, output: object) -> bool:
-        """Have backward announce itself when it reaches ``output``; whether it can."""
+        """Hook ``output``, so that backward announces itself there; whether it can be hooked."""
         own = unit.passage.leave(output)
         for index, tensor in enumerate(own):
             reached = partial(self._backward.reached, unit, index, self._backward.forwards.current)

@@ -53,15 +53,16 @@ class FullBuffer:
         self.leaves: list[Parameter] = []
         self._marked = 0  # the version counter of `base` as we last set it
         self._watched: set[int] = set()  # leaves that call at their gradient
+        self._leaf_grad_arrived: Callable[[int], None] = lambda index: None  # the unit's
         self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
 
-    def attach(self, memory: torch.Tensor, on_leaf_grad: Callable[[int], None]) -> None:
+    def attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
         """Make ``memory`` (N * S,) the full buffer, and new leaves as views of it; to be marked."""
         # Leaves outlive a first use under inference_mode, so they are made outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            self._attach(memory, on_leaf_grad)
+            self._attach(memory, leaf_grad_arrived)
 
-    def _attach(self, memory: torch.Tensor, on_leaf_grad: Callable[[int], None]) -> None:
+    def _attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
         # Two aliases of one memory: the collective writes `recv`, whose version counter nobody
         # looks at; see [Note: the version counter guards a gathered buffer] for `base`'s.
         self.recv = _alias(memory).view(torch.uint8)
@@ -69,7 +70,7 @@ class FullBuffer:
         self.leaves = []
         self._watched.clear()
         self._accumulators = None
-        self._on_leaf_grad = on_leaf_grad
+        self._leaf_grad_arrived = leaf_grad_arrived
         for index, segment in enumerate(self._segments):
             leaf = Parameter(segment.view_of(self.base), requires_grad=self._trained[index])
             leaf.__dict__.update(user_attributes(self._params[index]))
@@ -77,7 +78,7 @@ class FullBuffer:
             self._watch(index)
 
     def _watch(self, index: int) -> None:
-        """Have backward call when the gradient of leaf ``index`` is there."""
+        """Hook leaf ``index``, to be called when its gradient is there."""
         leaf = self.leaves[index]
         if not leaf.requires_grad or index in self._watched:
             return
@@ -88,12 +89,12 @@ class FullBuffer:
             owner = full()
             return grad if owner is None else owner._hooks[index].change(grad)
 
-        def done(leaf: torch.Tensor) -> None:
+        def leaf_grad_arrived(leaf: torch.Tensor) -> None:
             if (owner := full()) is not None:
-                owner._on_leaf_grad(index)
+                owner._leaf_grad_arrived(index)
 
         leaf.register_hook(change)  # type: ignore[no-untyped-call]
-        leaf.register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(leaf_grad_arrived)  # type: ignore[no-untyped-call]
 
     def leaf(self, index: int) -> Parameter:
         """What the modules hold of parameter ``index`` while it is whole."""

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from .batches import Batch, Hyper, Kind, batches_of, has_grad
-from .copies import refuse_a_copys
+from .copies import refuse_parameters_of_a_copy
 from .errors import OptimizerError
 from .flat import Flat
 from .leaf import LiveLeaf
@@ -33,6 +33,14 @@ class FusedOptimizer(Optimizer):
 
     def __init__(self, params: ParamGroups, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
+        self._forget_layout()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, of a copy or a pickle; the next step lays out batches and states anew."""
+        super().__setstate__(state)
+        self._forget_layout()
+
+    def _forget_layout(self) -> None:
         self._batches: dict[Kind, Batch] = {}
         self._built_for: list[tuple[object, ...]] = []
         self._laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the states, made for it
@@ -72,7 +80,7 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.lay_out()
-        refuse_a_copys([p for group in self.param_groups for p in group["params"]])
+        refuse_parameters_of_a_copy([p for group in self.param_groups for p in group["params"]])
         for kind in self._batches:
             if kind.schedule is not None:
                 kind.schedule.backward.require_gradients()
@@ -337,7 +345,7 @@ def _is_trained(param: torch.Tensor) -> bool:
     """Whether there are gradients for ``param``, or others of its shard, or may be."""
     if not isinstance(param, Sharded) or param.flat.requires_grad:
         return True
-    param.flat.grads.on_query()
+    param.flat.schedule.reducer.settle()
     return any(param.flat.grads.present)  # frozen since the backward
 
 

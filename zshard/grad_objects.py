@@ -1,10 +1,10 @@
 """The gradients of one flat buffer as objects: what ``p.grad`` is, and what becomes of one kept.
 
-[Note: a gradient that is kept] The gradients of every step lie in the same memory. ``p.grad`` is
-one object for as long as the gradient accumulates; once that is dropped the next one is another, as
-with plain tensors, so whoever still has the first has to keep its values. From then on nobody can
-get it through ``p.grad``, so it is enough to ask as it is dropped whether anybody has it. Its count
-of references says so for nothing, where a new object for every step would cost time.
+The gradients of every step lie in the same memory. ``p.grad`` is one object for as long as the
+gradient accumulates; once that is dropped the next one is another, as with plain tensors, so
+whoever still has the first has to keep its values. From then on nobody can get it through
+``p.grad``, so it is enough to ask as it is dropped whether anybody has it. Its count of references
+says so for nothing, where a new object for every step would cost time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GradObjects:
                 each._local = own if scale is None else own.mul_(scale)
 
     def forget(self) -> None:
-        """Have no object for any gradient; the memory is freed."""
+        """Drop every gradient's object; the memory is freed."""
         self._objects = [None] * len(self._objects)
 
 

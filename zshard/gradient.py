@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from .storage import shares, storage_of
 
 if TYPE_CHECKING:
     from .flat import Flat
+    from .reduction import Reducer
 
 
 class Gradients:
@@ -39,10 +40,10 @@ class Gradients:
         # (N * S,) reduce dtype, where those are that have to be cast; kept while steps need it.
         self._sums: torch.Tensor | None = None
         self.objects = GradObjects(flat)
-        # The reducer's: called before the user asks for a gradient, looks inside, or changes it.
-        self.on_query: Callable[[], None] = lambda: None
-        self.on_access: Callable[[], None] = lambda: None
-        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def _reducer(self) -> Reducer:
+        return self._flat.schedule.reducer
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Gradients:
 
     def get(self, index: int) -> ShardedGrad | None:
         """The gradient of parameter ``index``, or None. One that no_sync holds back is one."""
-        self.on_query()
+        self._reducer.settle()
         if not self.present[index] and not self.is_held_back(index):
             return None
         found = self.objects.get(index)
@@ -115,7 +116,7 @@ class Gradients:
             raise InputError(f"{flat.names[index]}: this is the gradient of {value.fqn}")
         if value is not None:
             self._apply_scale(index)
-        self.on_change()
+        self._reducer.forget_norm()
         if value is None or value is not self.objects.get(index):
             self._leave(index)
         self._let_go([index])  # what no_sync has held back goes with it
@@ -151,15 +152,15 @@ class Gradients:
         if self.is_held_back(index):
             self.before_access(index)
         self._refuse_fp16(index)
-        self.on_query()
-        return self._flat.schedule.reducer.grad_scale
+        self._reducer.settle()
+        return self._reducer.grad_scale
 
     def _apply_scale(self, index: int) -> None:
         self._refuse_fp16(index)
         for flat in self._flat.schedule.flats:  # it applies to all of them
             if True in flat.grads.present:
                 flat.grads._refuse_fp16(flat.grads.present.index(True))
-        self.on_access()
+        self._reducer.apply_scale()
 
     def _refuse_fp16(self, index: int) -> None:
         flat = self._flat
@@ -174,7 +175,7 @@ class Gradients:
     def written(self, storages: Container[int]) -> None:
         """Note that parts of some storages were written, which may be these gradients'."""
         if self._memory is not None and storage_of(self._memory) in storages:
-            self.on_change()
+            self._reducer.forget_norm()
 
     # --- held back by no_sync --------------------------------------------------------------------
 

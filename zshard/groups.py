@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from .control import control_group
 from .discovery import find_each_other
-from .errors import InputError, WrapError
+from .errors import WrapError
 from .messages import Messenger, Together, Work
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ class Ranks:
         return nullcontext()
 
     def note(self, op: str, tag: Tag) -> None:
-        """Have the others see what this rank is at, should it be missed."""
+        """Publish what this rank is at, for the others' errors."""
         if self.neighbours is not None:
             self.neighbours.note(op, tag)
 
@@ -155,7 +154,7 @@ class Ranks:
         """Need ``lent``, which ``empty`` made, no longer."""
 
     def leave(self) -> None:
-        """Let go of all memory that ``empty`` made."""
+        """Free all memory that ``empty`` made."""
 
     def rows_for_me(self, packed: torch.Tensor) -> Rows | None:
         """The rows of ``packed`` (N * S,) that an exchange leaves where they lie, N x (S,).
@@ -249,6 +248,15 @@ class Ranks:
             return self.neighbours.objects(value)
         return gather_objects(value, self.size, self._all_gather)
 
+    def first_problem(self, problem: str) -> tuple[str, str] | None:
+        """Who is the first rank that has one, and what it is; None if none has. For all to call.
+
+        Args:
+            problem: this rank's, or "".
+        """
+        told = self.all_gather_object(problem)
+        return next(((self.name(r), str(each)) for r, each in enumerate(told) if each), None)
+
     def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
         # Not the collective that `all_gather_words` uses: a rank that sends words to one that sends
         # objects then waits for its timeout. In one collective of two sizes gloo would abort the
@@ -292,51 +300,3 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
             f"the process group (backend {dist.get_backend(group)!r}) has no backend for {device}, "
             "where the parameters are: pass device=..., or give init_process_group a backend for it"
         ) from error
-
-
-def _require_one_order(mesh: DeviceMesh) -> None:
-    """Refuse a 2-D mesh whose rows, or columns, have their ranks in different orders.
-
-    torch sorts the ranks of a group. So the replicas of a shard would not be those of one column,
-    and not all groups would number their ranks alike.
-    """
-    for dim, name in enumerate(("columns", "rows")):
-        order = mesh.mesh.argsort(dim=dim)
-        if not torch.equal(order, order.narrow(1 - dim, 0, 1).expand_as(order)):
-            raise InputError(
-                f"mesh={mesh.mesh.tolist()}: its {name} have their ranks in different orders, and "
-                "torch sorts the ranks of a process group, so that replicas would hold other "
-                "shards than the mesh says. Order them alike, for instance ascending."
-            )
-
-
-def groups_of(
-    mesh: dist.ProcessGroup | DeviceMesh | None,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The groups of replicas and of shards that ``mesh`` stands for; None is a single rank.
-
-    Args:
-        mesh: None, the default process group if there is one; a ProcessGroup or a 1-D DeviceMesh,
-            the sharding group; a 2-D DeviceMesh, (replicate, shard).
-
-    Raises:
-        InputError: for a mesh of more than two dimensions, or of another type; for a 2-D one whose
-            rows, or columns, order their ranks differently.
-    """
-    if mesh is None:
-        return None, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim == 1:
-            return None, mesh.get_group()
-        if mesh.ndim == 2:
-            _require_one_order(mesh)
-            return mesh.get_group(0), mesh.get_group(1)
-        raise InputError(
-            f"mesh has {mesh.ndim} dimensions; zshard.wrap takes a 1-D mesh to shard over, or a "
-            "2-D one, (replicate, shard)"
-        )
-    if isinstance(mesh, dist.ProcessGroup):
-        return None, mesh
-    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
-        raise InputError("mesh: this rank is not a member of the process group")
-    raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup, or a 1-D or 2-D DeviceMesh")

@@ -20,7 +20,7 @@ _LARGEST_INT = (1 << 31) - 1
 
 
 def keep_freed(nbytes: int) -> None:
-    """Have freed memory of this size stay with the process, for the next gradients.
+    """Keep freed memory of this size in the process, for the next gradients.
 
     Blocks of up to 32 MiB come from the heap, and twice ``nbytes`` (64 MiB, if that is more) may be
     free at its end: never less than glibc would allow after a block of that size. Another C

@@ -1,8 +1,8 @@
 """Leaves: what modules hold as parameters while their unit is gathered, views of the full buffer.
 
-[Note: dead leaves] Between, the memory of a leaf holds another unit. Autograd keeps leaves, and so
-may a user; what autograd does is guarded by version counters, and what a user does by the leaf's
-class: while the unit is not gathered the class is one whose every operation on values is an error.
+Between, the memory of a leaf holds another unit. Autograd keeps leaves, and so may a user; what
+autograd does is guarded by version counters, and what a user does by the leaf's class: while the
+unit is not gathered the class is one whose every operation on values is an error.
 """
 
 from __future__ import annotations

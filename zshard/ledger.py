@@ -1,6 +1,5 @@
 """The account of a model's memory on this rank: bytes of each kind, now and at the peak.
 
-[Note: told where it is taken]
 Whoever allocates memory that lasts beyond a call, or frees it, tells the ledger then, so the peak
 is exact and nothing is polled. In steady state nobody has anything to tell; only the gradients
 that no_sync holds come and go with every step.
@@ -35,13 +34,13 @@ class Ledger:
             self._raise(kind)
 
     def add(self, kind: str, nbytes: int) -> None:
-        """Take in that there are ``nbytes`` more, or less, of ``kind``."""
+        """Count ``nbytes`` more, or less, of ``kind``."""
         self.now[kind] += nbytes
         if nbytes > 0:
             self._raise(kind)
 
     def set_optimizer(self, number: int, nbytes: int) -> None:
-        """Take in that the optimizer of this number holds ``nbytes``; 0 when it is gone."""
+        """Count ``nbytes`` for the optimizer of this number; 0 when it is gone."""
         self.add("optimizer", nbytes - self._optimizers.pop(number, 0))
         if nbytes > 0:
             self._optimizers[number] = nbytes

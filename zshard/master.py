@@ -1,8 +1,8 @@
 """The authority over a flat buffer's values, and the copy of it that gathers send.
 
-[Note: three kinds of master] With fp32 compute the master is what is computed with and sent: one
-tensor. With 16-bit compute it is an fp32 tensor beside the copy in the compute dtype. Split, it is
-two 16-bit planes: the upper is a bf16, and itself the copy that is sent; the lower is the rest.
+With fp32 compute the master is what is computed with and sent: one tensor. With 16-bit compute it
+is an fp32 tensor beside the copy in the compute dtype. Split, it is two 16-bit planes: the upper is
+a bf16, and itself the copy that is sent; the lower is the rest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Master:
         return self.values is not None and self.send is not self.values
 
     def move(self, send: torch.Tensor) -> None:
-        """Have ``send`` (O,) compute dtype, which has the same values, in place of the old one."""
+        """Replace the send buffer by ``send`` (O,) compute dtype, which has the same values."""
         if self.values is self.send:
             self.values = send
         self.send = send

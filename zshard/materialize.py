@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .buffers import persistent_buffers
 from .comm import Comm
 from .errors import InputError, WrapError
-from .groups import groups_of
 from .init_calls import Guard, RandomNumbers
+from .mesh import groups_of
 from .param import user_attributes
-from .refusal import attempt, raise_together
+from .refusal import together
 from .tag import Tag
 from .unitmap import Owned, UnitSpec, owned_parameters
 
@@ -113,12 +113,14 @@ def allocate_outside(model: nn.Module, specs: Sequence[UnitSpec], device: torch.
     That is ignored parameters, and persistent buffers.
 
     Returns:
-        What ``Schedule.unusable`` has to say until values are loaded.
+        What ``Schedule.unusable`` has to say until values are loaded; "" if nothing was on meta.
 
     Raises:
         WrapError: for buffers of which a checkpoint holds no values either.
     """
     meta = on_meta(model)
+    if not meta:
+        return ""
     loadable = {id(buffer) for _, buffer in persistent_buffers(model.named_modules())}
     if lost := [n for n, b in model.named_buffers() if b.is_meta and id(b) not in loadable]:
         raise WrapError(
@@ -150,9 +152,6 @@ class Materializer:
         init_fn: called with every module that owns a tensor on the meta device; see
             [Note: the order of initialisation].
         device: where the values go.
-
-    Raises:
-        InputError: if nothing is on the meta device.
     """
 
     def __init__(
@@ -163,12 +162,6 @@ class Materializer:
         device: torch.device,
         comm: Comm,
     ) -> None:
-        meta = on_meta(model)
-        if not meta:
-            raise InputError(
-                "init_fn was given, but no parameter or buffer is on the meta device, so it would "
-                'never be called. Build the model under torch.device("meta"), or leave init_fn out.'
-            )
         self._model, self._init_fn, self._device, self._comm = model, init_fn, device, comm
         self._owned = {id(owned.param): owned for owned in owned_parameters(model, ())}
         self._wanted = {key: _Facts.of(owned.param) for key, owned in self._owned.items()}
@@ -179,7 +172,7 @@ class Materializer:
             if key not in in_units and owned.param.is_meta
         ]
         self._turns = _turns(model, specs)
-        self._guard = Guard(meta)
+        self._guard = Guard(on_meta(model))
         self._random = RandomNumbers(device, comm)
 
     def fill(self, spec: UnitSpec) -> None:
@@ -189,9 +182,13 @@ class Materializer:
             InputError: if ``init_fn`` did what cannot work; on every rank, if it did so on one.
         """
         unit = spec.name or "root"
-        tag = Tag(0, "wrap", unit)
-        failure, told = attempt(partial(self._fill, spec), self._comm, tag, InputError)
-        raise_together(failure, told, at=f"initialise unit {unit!r}")
+        together(
+            partial(self._fill, spec),
+            self._comm,
+            Tag(0, "wrap", unit),
+            InputError,
+            at=f"initialise unit {unit!r}",
+        )
 
     def _fill(self, spec: UnitSpec) -> None:
         modules = self._turns.pop(0)
@@ -217,7 +214,7 @@ class Materializer:
             swap_contents(name, tensor, fresh, [] if owned is None else owned.holders)
 
     def _settle(self, owned: Owned) -> None:
-        """Have the Parameter object itself hold what ``init_fn`` left in its places."""
+        """Move what ``init_fn`` left in a parameter's places into the Parameter object itself."""
         param, wanted = owned.param, self._wanted[id(owned.param)]
         held = {id(p): p for p in (m._parameters.get(a) for m, a in owned.places)}
         now = next(iter(held.values()))

@@ -1,6 +1,5 @@
 """Methods of the model, other than forward, that gather parameters as forward does.
 
-[Note: how a method ends]
 One that calls the model itself does so as often as it likes, so the others cannot know how many
 forwards are to come. Therefore it ends with a meeting: a rank that has left it by an exception
 brings that to the others' next one, which is the one at the end if no other is.

@@ -64,7 +64,7 @@ class Neighbours:
     # --- who is missing --------------------------------------------------------------------------
 
     def note(self, op: str, tag: Tag) -> None:
-        """Have the others see what this rank is at, should it be missed."""
+        """Publish what this rank is at, for the others' errors."""
         key = op, tag.phase, tag.unit
         text = self._texts.get(key)
         if text is None:
@@ -77,7 +77,7 @@ class Neighbours:
             self._note[: len(text)] = text
 
     def give_up(self, why: str) -> None:
-        """Have the others learn from now on that this rank takes part no longer."""
+        """Tell the others, from now on, that this rank takes part no longer."""
         self._write_note(_FAILED + why.encode()[: _NOTE_BYTES - 2] + b"\0")
         self.failed = self.failed or why
 

@@ -26,14 +26,14 @@ _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 @functools.cache
 def look_after() -> None:
-    """Have every other optimizer's step looked at from now on."""
+    """Check every other optimizer's steps from now on."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(
     optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """See that all ranks make the same step, and that it does not fail halfway.
+    """Check that all ranks make the same step, and that it cannot fail halfway.
 
     Raises:
         OptimizerError: if it has states of whole tensors for sharded parameters, or others' shards;

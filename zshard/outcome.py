@@ -55,7 +55,7 @@ class Telling:
             self._handles = [self._comm.all_reduce(m, tag, over) for m in self._messages]
 
     def wait(self) -> None:
-        """Have the sum there; a wait that an exception has ended may be begun again."""
+        """Wait for the sum; a wait that an exception has ended may be begun again."""
         for handle in self._handles:
             handle.wait()
         self._handles = []

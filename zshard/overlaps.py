@@ -23,7 +23,7 @@ class _Held(NamedTuple):
 
 
 def check_apart(model: nn.Module, specs: Sequence[UnitSpec]) -> None:
-    """See that no parameter to be sharded shares elements with another tensor of the model.
+    """Check that no parameter to be sharded shares elements with another tensor of the model.
 
     One Parameter in several places is one parameter. Views of one memory that do not overlap are
     as good as any.

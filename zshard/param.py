@@ -90,6 +90,11 @@ class Sharded(torch.Tensor):
     def grad(self, value: torch.Tensor | None) -> None:
         if self._is_param:
             self.flat.grads.set(self.segment, value)
+        elif value is not None:
+            raise StateError(
+                f"{self.fqn}: only the parameter itself has a gradient; this is a tensor made from "
+                "it (.data, detach()). Assign .grad to the parameter"
+            )
 
     @property
     def data(self) -> torch.Tensor:

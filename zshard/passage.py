@@ -60,7 +60,7 @@ class Passage:
         ]
 
     def forget(self) -> None:
-        """Let go of the inputs."""
+        """Drop the inputs."""
         self._given, self._inputs = None, []
 
 

@@ -1,6 +1,5 @@
 """Collectives over memory that the ranks of one host share: nothing is sent, ranks read each other.
 
-[Note: a collective over shared memory]
 To start one is to arrive: what this rank lends is complete, and may be read. To wait for it is to
 wait until all have arrived, to read what this rank needs where it lies, and to depart. Before what
 was lent is written again, all have to have departed. No thread works in between, so a rank waits

@@ -170,7 +170,7 @@ class Pool:
             self.ledger.add("reduce_buffers", nbytes)
 
     def drop_scratch(self) -> None:
-        """Give up the reduce buffers."""
+        """Free the reduce buffers."""
         self.ledger.add("reduce_buffers", -self.scratch_bytes)
         while self._scratch:
             self._give_back(self._scratch.popitem()[1])

@@ -40,11 +40,12 @@ class Run:
         trained: units that end up reduced; where no need says when, in this order.
         reduces: whether they still have to be.
         follows: whether it began with a program.
-        is_new: whether ranks have needed what is in no program, so that there is one to be learned.
+        to_be_learned: whether ranks have needed what is in no program, so there is a new one.
         meets_at_end: whether a meeting ends it.
         needed: what this rank has needed, in its order.
         ready: units that are complete on this rank.
         ready_on: where there is no program, unit -> the places of those on which it is.
+        reduced: units that were reduced in it.
         aborted: whether this rank has left it by an exception.
     """
 
@@ -53,7 +54,7 @@ class Run:
     trained: Sequence[int] = ()
     reduces: bool = False
     follows: bool = False
-    is_new: bool = False
+    to_be_learned: bool = False
     meets_at_end: bool = False
     needed: list[Turn] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
@@ -80,6 +81,26 @@ class Run:
         self._at += 1
         return self.program[self._at - 1]
 
+    def leave_program(self, place: int) -> None:
+        """Go on from meeting to meeting; what reduces brings all that is ready to them.
+
+        Args:
+            place: of this rank.
+        """
+        if self.reduces:
+            self.ready_on = {unit: {place} for unit in self.ready}
+            self.follows, self.meets_at_end = False, True
+        self.program, self.to_be_learned = None, True
+
+    def end(self) -> None:
+        """Leave nothing to reduce, and no meeting to come."""
+        self.reduces = self.meets_at_end = False
+
+    def abandon(self) -> None:
+        """Leave out the rest."""
+        self.program = None
+        self.end()
+
 
 class Programs:
     """The programs of one model's phases, by key; the latest are kept."""
@@ -99,7 +120,7 @@ class Programs:
         reduced: Sequence[int],
         prefetch: int,
     ) -> None:
-        """Take in what a phase of ``key`` has needed; see ``learn``."""
+        """Learn from what a phase of ``key`` has needed; see ``learn``."""
         self._learned[key] = learn(self._learned.pop(key, None), needed, reduced, prefetch)
         _keep_latest(self._learned)
 

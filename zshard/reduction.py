@@ -53,10 +53,6 @@ class Reducer:
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
         self.unscales = False  # whether grad_scale takes a loss scale away
-        for flat in self.all_flats:
-            flat.grads.on_query = self.settle
-            flat.grads.on_access = self.apply_scale
-            flat.grads.on_change = self.forget_norm
         self.find_trained()
 
     def find_trained(self) -> None:
@@ -117,7 +113,7 @@ class Reducer:
         self._telling.start(tag._replace(phase="reduce", unit="norm"))
 
     def settle(self) -> None:
-        """Take in what the last backward's all-reduce said, if that has not been done.
+        """Read the result of the last backward's all-reduce, if that has not been done.
 
         Raises:
             StateError: if the backward has raised an exception on another rank.
@@ -248,7 +244,7 @@ class Reducer:
         return any(any(flat.grads.present) for flat in self.all_flats)
 
     def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
-        """Have the gradients multiplied by ``factor``, 0-d fp32, before anybody sees them.
+        """Defer a multiplication of the gradients by ``factor``, 0-d fp32, until they are read.
 
         Args:
             unscales: this is the inverse of a loss scale; see ``Gradients.before_access``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from . import errors
 from .errors import Error, WrapError
@@ -12,6 +12,8 @@ from .shared import NoSharedMemory
 if TYPE_CHECKING:
     from .comm import Comm
     from .tag import Tag
+
+T = TypeVar("T")
 
 
 class Refusal(NamedTuple):
@@ -58,6 +60,20 @@ def attempt(
         return None, []
     told = comm.all_gather_object(Refusal.of(failure, other), tag)
     return failure, cast("list[Refusal | None]", told)
+
+
+def together(
+    action: Callable[[], T], comm: Comm, tag: Tag, other: type[Error] = WrapError, at: str = ""
+) -> T:
+    """The result of ``action`` on this rank; an error on every rank if it failed on any.
+
+    Args:
+        other: see ``attempt``; at: see ``raise_together``.
+    """
+    made: list[T] = []
+    failure, told = attempt(lambda: made.append(action()), comm, tag, other)
+    raise_together(failure, told, at)
+    return made[0]
 
 
 def raise_together(

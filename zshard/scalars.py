@@ -34,5 +34,5 @@ class Scalars:
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Have all of it in the file."""
+        """Flush everything to the file."""
         self._writer.close()

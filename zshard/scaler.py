@@ -161,6 +161,6 @@ def _check_and_multiply(params: Sequence[Sharded], factor: torch.Tensor) -> torc
             shards[local.dtype].append(local)
     for grads in shards.values():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
-    for flat in {param.flat for param in params}:
-        flat.grads.on_change()
+    for schedule in {param.flat.schedule for param in params}:
+        schedule.reducer.forget_norm()
     return found

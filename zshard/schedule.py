@@ -2,11 +2,22 @@
 
 [Note: one step]
 Forward, for each unit as its module is called: wait for its gather, start the next unit's, compute,
-reshard. The root, which encloses all others, stays gathered until the end of backward, and so does
-the last unit of forward, which backward needs first. Backward, as the gradient reaches a unit's
-output: reshard the unit before, wait, start the gather of the next one in reverse order, compute;
-as its last gradient is there: reshard, pack, reduce. At the end: reduce what is left. What comes
-next is known from the last time, see [Note: one agreed order].
+reshard. The root, which encloses all others, stays gathered until the end of backward, and the last
+unit of forward until backward, which needs it first, is done with it. Backward, as the gradient
+reaches a unit's output: reshard the unit before, wait, start the gather of the next one in reverse
+order, compute; as its last gradient is there: reshard, pack, reduce. At the end: reduce what is
+left. What comes next is known from the last time, see [Note: one agreed order]. In the code:
+
+    a unit's forward    ForwardHooks._pre_forward: Schedule.obtain (Agreement.need -> Crew.gather ->
+                        Unit.gather -> Comm.all_gather; Crew.wait; Unit.install), and
+                        Agreement.look_ahead, which gathers the next unit
+    after it            ForwardHooks._post_forward: Crew.release -> Unit.reshard
+    backward is there   Backward.reached, a hook of the unit's outputs: as before a forward
+    its last gradient   FullBuffer's hooks of leaves -> Unit.leaf_grad_arrived ->
+                        Backward._leaf_grad_arrived: Agreement.ready -> Crew.reduce ->
+                        Reducer.reduce -> Flight
+    end of backward     Backward._finish -> Reducer.finish; Reducer.settle where anybody asks
+    step                FusedOptimizer.step: Batch -> ops.adamw_; Flat.updated; Schedule.renew
 """
 
 from __future__ import annotations
@@ -70,7 +81,7 @@ class Schedule:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self.updates = Updates(units, comm)
         self.methods = Methods(self)
-        self.backward = Backward(units, self.crew, self.agreement, self.reducer, self)
+        self.backward = Backward(self)
         for flat in self.flats:
             flat.schedule = self
             flat.before_set_trained = self.backward.before_set_trained
@@ -80,7 +91,7 @@ class Schedule:
     # --- units -----------------------------------------------------------------------------------
 
     def obtain(self, unit: Unit) -> None:
-        """Have the whole parameters in the modules."""
+        """Gather ``unit``, wait, and put its whole parameters into the modules."""
         # In backward the old values stay, so that autograd refuses the graph that was made of them.
         if unit.outdated and self.crew.phase is not Phase.BACKWARD:
             self.crew.reshard(unit)
@@ -118,7 +129,7 @@ class Schedule:
         return [param for flat in self.flats for param in flat.params]
 
     def reset(self, strayed: bool = False) -> None:
-        """Bring every unit back to SHARDED after an exception, and drop the gradients.
+        """Reshard every unit after an exception, and drop the gradients.
 
         The other ranks may be in the middle of the forward or backward, so this one takes part in
         what is left of it, without gradients, and tells them.

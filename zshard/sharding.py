@@ -1,6 +1,5 @@
 """From whole parameters to shards, unit by unit, on all ranks or on none.
 
-[Note: wrapped or not at all]
 A unit is sharded on this rank, and then the ranks tell each other whether all of them could. Until
 then its whole parameters are kept. Where one could not, all put them back, and gather those of the
 units before; the model is as it was. Where all that lacks is memory to share, and "auto" was asked

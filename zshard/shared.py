@@ -1,6 +1,5 @@
 """Memory that the ranks of one host share: allocated together, written by its owner, read by all.
 
-[Note: how memory is shared]
 An extent is a file without a name (memfd) of one part for each rank. The first rank makes it, and
 the others open it as one of that process's descriptors, so there is never a name that a killed
 process could leave behind, and the size of /dev/shm sets no limit. Every rank reserves its own part
@@ -101,7 +100,7 @@ class Arena:
         return window, tensor.data_ptr() - window.own.data_ptr()
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Let go of an extent that ``tensor`` has for itself; what is small stays."""
+        """Free an extent that ``tensor`` has for itself; what is small stays."""
         address = tensor.untyped_storage().data_ptr()
         extent = self._extents.get(address)
         if extent is not None and extent is not self._open and len(extent.windows) == 1:
@@ -112,14 +111,14 @@ class Arena:
         return self._open is not None and self._open.taken + _needed(nbytes) <= _SMALL
 
     def rewind(self) -> None:
-        """Have this rank neither arrived nor departed anywhere; all ranks do so together."""
+        """Reset this rank's arrivals and departures everywhere; all ranks do so together."""
         for extent in self._extents.values():
             own = extent.parts[self._ranks.rank]
             for begin in extent.begins:
                 own[begin : begin + _PRESENCE_BYTES].zero_()
 
     def close(self) -> None:
-        """Let go of all; what somebody still holds goes with that."""
+        """Free everything; what somebody still holds goes with that."""
         self._extents.clear()
         self._open = None
 
@@ -141,12 +140,12 @@ class Arena:
                 parts = _map(path, part, ranks)
         except (OSError, RuntimeError) as error:
             problem = str(error)
-        problems = ranks.all_gather_object(problem)
+        found = ranks.first_problem(problem)
         if made >= 0:
             os.close(made)
-        if any(problems):
+        if found is not None:
             del parts  # an error keeps what its functions held
-            _refuse(problems, part, ranks)
+            _refuse(*found, part, ranks.size)
         extent = self._extents[parts.data_ptr()] = _Extent(parts)
         return extent
 
@@ -169,12 +168,11 @@ def _map(path: str, part: int, ranks: Ranks) -> torch.Tensor:
         return memory.view(ranks.size, part)
 
 
-def _refuse(problems: list[object], part: int, ranks: Ranks) -> NoReturn:
-    rank = next(rank for rank, problem in enumerate(problems) if problem)
+def _refuse(who: str, problem: str, part: int, size: int) -> NoReturn:
     raise NoSharedMemory(
-        f"{ranks.name(rank)} of {ranks.size}: no shared memory for comm='peer': {problems[rank]}. "
-        f"Each of the {ranks.size} ranks needs {part} bytes more of this host's memory "
-        f"({part * ranks.size} in all). "
+        f"{who} of {size}: no shared memory for comm='peer': {problem}. "
+        f"Each of the {size} ranks needs {part} bytes more of this host's memory "
+        f"({part * size} in all). "
         "Free some, raise the limit of the container or of the process (ulimit -f), or pass "
         "comm='group'."
     )

@@ -164,14 +164,14 @@ class SymmetricRanks(Ranks):
         try:
             made.append(make())
         except RuntimeError as error:
-            problem = str(error)
-        for rank, each in enumerate(self.all_gather_object(problem)):
-            if each:
-                raise WrapError(
-                    f"{self.name(rank)} of {self.size}: no symmetric memory of {nbytes} bytes for "
-                    f"comm='peer': {each}. Every rank needs a GPU of its own on one host, which "
-                    "CUDA_VISIBLE_DEVICES does not hide from the others; or pass comm='group'."
-                )
+            problem = str(error) or type(error).__name__
+        if (found := self.first_problem(problem)) is not None:
+            who, what = found
+            raise WrapError(
+                f"{who} of {self.size}: no symmetric memory of {nbytes} bytes for comm='peer': "
+                f"{what}. Every rank needs a GPU of its own on one host, which "
+                "CUDA_VISIBLE_DEVICES does not hide from the others; or pass comm='group'."
+            )
         return made[0]
 
     def sends(self, op: str) -> bool:
@@ -183,7 +183,7 @@ class SymmetricRanks(Ranks):
         return self._attendance
 
     def reclaim(self, lent: torch.Tensor) -> None:
-        """Have the compute stream wait until nobody reads ``lent`` any more."""
+        """Stall the compute stream until nobody reads ``lent`` any more."""
         with self._attendance:
             compute_waits(self._read.pop(lent.data_ptr(), None))
 
@@ -193,7 +193,7 @@ class SymmetricRanks(Ranks):
             self._meeting.barrier(_REDUCTIONS)
 
     def give_back(self, lent: torch.Tensor) -> None:
-        """Let go of an extent that ``lent`` has for itself; what is small stays."""
+        """Free an extent that ``lent`` has for itself; what is small stays."""
         if aligned(lent.nbytes) < _EXTENT_BYTES:
             return
         # Not there: a buffer that ranks do not read each other's of.

@@ -16,7 +16,7 @@ _EXIT_SECONDS = 5.0
 
 
 class Label(Protocol):
-    """What tells a collective from others: ``comm.Tag``."""
+    """What tells a collective from others: ``tag.Tag``."""
 
     @property
     def phase(self) -> str:
@@ -134,7 +134,7 @@ class Unfinished:
         self._registered = False
 
     def add(self, transfers: Iterable[Transfer]) -> None:
-        """Have the process not end before ``transfers`` have, if that takes seconds."""
+        """Keep the process from ending before ``transfers`` have, for some seconds."""
         if not self._registered:
             self._registered = True
             atexit.register(self._wait_at_exit)

@@ -53,7 +53,7 @@ def agree_on_transport(
     replica: int,
     there: Neighbours | None,
 ) -> None:
-    """See that no rank has found anything wrong, and that all ask for one transport.
+    """Check that no rank has found anything wrong, and that all ask for one transport.
 
     Args:
         told: (transport, refusal, token) of every rank; failure: this rank's own.
@@ -80,7 +80,7 @@ _WRAPPED: WeakSet[Ranks] = WeakSet()
 
 
 def meet_in_one_place(shards: Ranks) -> None:
-    """Have a rank in a meeting of one model find those in a meeting of another over this group.
+    """Let ranks in meetings of different models over this group meet each other.
 
     Where one of these models shares memory, all of them meet there. All ranks come here together,
     once they have wrapped a model.
@@ -138,7 +138,7 @@ def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
 
 
 def say_fallback(why: str, level: int) -> None:
-    """Have the log say that "auto" has become the process group; for one rank to call."""
+    """Log that "auto" has become the process group; for one rank to call."""
     _LOG.log(level, "comm='group', because of %s", why)
 
 
@@ -149,11 +149,9 @@ def _reached(ranks: Ranks) -> tuple[Ranks | None, _Hindrance | None]:
     if ranks.neighbours is not None:
         return PeerRanks(group, device, ranks.neighbours), None
     processes, problem = ranks.found or find_each_other(ranks)
-    problems = [str(each) for each in ranks.all_gather_object(problem)]
-    if any(problems):
-        rank = next(rank for rank, each in enumerate(problems) if each)
-        text = f"{ranks.name(rank)} of {ranks.size}: {problems[rank]}"
-        return None, _Hindrance(text, lack=False)
+    if (found := ranks.first_problem(problem)) is not None:
+        who, what = found
+        return None, _Hindrance(f"{who} of {ranks.size}: {what}", lack=False)
     if device.type == "cuda":  # a barrier's timeout tells that a rank is missing
         return SymmetricRanks(group, device), None
     assert processes is not None

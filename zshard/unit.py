@@ -75,7 +75,8 @@ class Unit:
         self.passage = Passage()  # of the forward under way
         self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
         self.last_hook = 0  # id of the forward hook that ends the module's forward
-        self.on_leaf_grad: Callable[[Unit], None] = lambda unit: None
+        # Backward's: called as a leaf has its gradient.
+        self.leaf_grad_arrived: Callable[[Unit], None] = lambda unit: None
         self._comm, self._pool = comm, pool
         self._home: Slot | None = None
         self._attached: Slot | None = None  # the slot that the leaves are views of
@@ -91,7 +92,7 @@ class Unit:
             pool.ledger.add("master", flat.master.nbytes)
             flat.before_write = partial(self._before_write, flat)
             if flat.resident is not None:
-                flat.attach(flat.resident, self._leaf_done(flat))
+                flat.attach(flat.resident, self._arrivals_of(flat))
 
     @property
     def label(self) -> str:
@@ -189,7 +190,7 @@ class Unit:
             self._installed = False
 
     def hold(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Have the modules hold ``params``, by flat and segment."""
+        """Put ``params``, by flat and segment, into the modules."""
         for place in self.places:
             place.install(params[place.flat][place.segment])
 
@@ -275,13 +276,13 @@ class Unit:
             for flat in self.flats:
                 end = begin + flat.full_bytes
                 flat.mark(valid=False)
-                flat.attach(memory[begin:end].view(flat.dtypes.compute), self._leaf_done(flat))
+                flat.attach(memory[begin:end].view(flat.dtypes.compute), self._arrivals_of(flat))
                 begin += aligned(flat.full_bytes)
 
     # --- what goes in and out --------------------------------------------------------------------
 
     def let_hooks_see(self) -> None:
-        """Have forward hooks that the user has set since come before the one that frees."""
+        """Move the forward hook that frees behind those that the user has set since."""
         hooks = self.module._forward_hooks
         if next(reversed(hooks)) != self.last_hook:
             hooks[self.last_hook] = hooks.pop(self.last_hook)
@@ -318,14 +319,14 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def _leaf_done(self, flat: Flat) -> Callable[[int], None]:
+    def _arrivals_of(self, flat: Flat) -> Callable[[int], None]:
         position = self.flats.index(flat)
 
-        def done(segment: int) -> None:
+        def leaf_grad_arrived(segment: int) -> None:
             self.fired.add((position, segment))
-            self.on_leaf_grad(self)
+            self.leaf_grad_arrived(self)
 
-        return done
+        return leaf_grad_arrived
 
     @property
     def trained_count(self) -> int:

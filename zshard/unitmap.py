@@ -201,7 +201,7 @@ def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:
 
 
 def check_kinds(specs: Sequence[UnitSpec]) -> None:
-    """See that zshard can shard parameters of these kinds.
+    """Check that zshard can shard parameters of these kinds.
 
     Raises:
         WrapError: for parameters that are wrapped already, have no shape yet, or have a dtype that

@@ -90,7 +90,7 @@ class Updates:
         return self._now().since(self._agreed)
 
     def begin_anew(self) -> None:
-        """Have what was changed so far be of no account: all values were replaced alike."""
+        """Forget all changes so far: all values were replaced alike."""
         self._before, self._agreed = self._agreed, self._now()
         self._checks += 1
         self._noted.clear()

@@ -30,9 +30,11 @@ from .overlaps import check_apart
 from .place import Place
 from .pool import Pool
 from .precision import Precision
+from .refusal import together
 from .schedule import Schedule
 from .sharding import Sharder
 from .strategy import Choice, Strategy, strategy_of
+from .tag import Tag
 from .transport import Transport
 from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
@@ -108,54 +110,56 @@ def wrap(
         MismatchError: on every rank, if the ranks' models differ.
         CommError: if a rank cannot be reached any more; then the model may be half wrapped.
 
-        After any other error the model is as it was, and the other ranks have one, too.
+        After any other error the model is as it was, but on ``device`` and, with "broadcast", maybe
+        with rank 0's values; and the other ranks have one, too.
     """
     precision = Precision() if precision is None else precision
-    read: _Read | None = None
+    survey: _Survey | None = None
     failure = None
     try:
         _check_arguments(model, precision, comm, prefetch, init, device, init_fn)
         if device is not None:
             move(model, device)
-        read = _read(model, units, ignored, strategy, precision)
+        survey = _survey(model, units, ignored, strategy, precision)
     except Exception as error:
         failure = error  # for the other ranks to know, who are about to meet this one
         where = _device_of(model) or default_device(None, mesh)
     else:
-        where = read.device or default_device(device, mesh)
-    transport = Comm(mesh, where, comm, failure)  # raises, on every rank, if one of them has failed
-    assert read is not None
+        where = survey.device or default_device(device, mesh)
+    # Raises, on every rank, if one of them has failed.
+    collectives = Comm(mesh, where, comm, failure)
+    assert survey is not None
     meta = on_meta(model)
-    if transport.world > 1 and init != "trust":
-        in_units = {name for spec in read.specs for owned in spec.params for name in owned.names}
+    if collectives.world > 1 and init != "trust":
+        in_units = {name for spec in survey.specs for owned in spec.params for name in owned.names}
         policy = (
             f"{precision=}, {prefetch=}, {init=}, init_fn given: {init_fn is not None}, "
             f"on meta outside of units: {sorted(meta.keys() - in_units)}"
         )
-        same_model.check(read.specs, transport, policy, read.strategies)
-    pool = Pool(1 + prefetch, where, transport.empty, transport.give_back)
-    sharder = Sharder(model, precision, transport, where, meta)
+        same_model.check(survey.specs, collectives, policy, survey.strategies)
+    pool = Pool(1 + prefetch, where, collectives.empty, collectives.give_back)
+    sharder = Sharder(model, precision, collectives, where, meta)
     materializer, unusable = None, ""
     made: list[tuple[list[Flat], list[Place]]] = []
     with sharder:
         if init_fn is not None:
-            materializer = Materializer(model, read.specs, init_fn, where, transport)
+            materializer = Materializer(model, survey.specs, init_fn, where, collectives)
         else:
-            if meta:
-                unusable = allocate_outside(model, read.specs, where)
-            same_model.values(read.specs, transport, init)
-        for spec, chosen in zip(read.specs, read.strategies, strict=True):
+            allocate = partial(allocate_outside, model, survey.specs, where)
+            unusable = together(allocate, collectives, Tag(0, "wrap", "root"))
+            same_model.values(survey.specs, collectives, init)
+        for spec, chosen in zip(survey.specs, survey.strategies, strict=True):
             if materializer is not None:
                 materializer.fill(spec)
-                same_model.values([spec], transport, init)
+                same_model.values([spec], collectives, init)
             made.append(sharder.shard(spec, chosen))
         sharder.reserve(pool)
-    transport.settle()
-    built = _build(read, made, transport, pool)
+    collectives.settle()
+    built = _build(survey, made, collectives, pool)
     if where.type == "cpu":
         # See [Note: what the C library keeps].
         keep_freed(max(unit.full_bytes for unit in built))
-    schedule = Schedule(model, built, transport, pool, precision, prefetch, where)
+    schedule = Schedule(model, built, collectives, pool, precision, prefetch, where)
     schedule.unusable = unusable
     setattr(model, _SCHEDULE, schedule)
     other_optimizers.look_after()
@@ -164,7 +168,7 @@ def wrap(
     return model
 
 
-class _Read(NamedTuple):
+class _Survey(NamedTuple):
     """What this rank alone can say of a model before it is wrapped."""
 
     specs: list[UnitSpec]  # the unit map, the root first
@@ -172,29 +176,29 @@ class _Read(NamedTuple):
     device: torch.device | None  # of the parameters; None: there are none, or all are on meta
 
 
-def _read(
+def _survey(
     model: nn.Module,
     units: Units,
     ignored: Iterable[str | nn.Parameter | nn.Module] | None,
     strategy: Choice,
     precision: Precision,
-) -> _Read:
+) -> _Survey:
     specs = unit_map(model, units, _ignored_parameters(model, ignored))
     strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
     device = check_parameters(specs)
     check_apart(model, specs)
     _check_split(specs, precision)
     _check_inputs(specs, precision)
-    return _Read(specs, strategies, device)
+    return _Survey(specs, strategies, device)
 
 
 def _build(
-    read: _Read, made: Sequence[tuple[list[Flat], list[Place]]], comm: Comm, pool: Pool
+    survey: _Survey, made: Sequence[tuple[list[Flat], list[Place]]], comm: Comm, pool: Pool
 ) -> list[Unit]:
     """The units of sharded parameters, and the memory that gathers of them take."""
     built: list[Unit] = []
     for index, (spec, strategy, (flats, places)) in enumerate(
-        zip(read.specs, read.strategies, made, strict=True)
+        zip(survey.specs, survey.strategies, made, strict=True)
     ):
         parent = None if spec.parent is None else built[spec.parent]
         built.append(Unit(spec, index, parent, strategy, flats, places, comm, pool))
@@ -262,6 +266,11 @@ def _check_arguments(
         raise InputError("device='meta': expected a device to train on; see init_fn for meta")
     if init_fn is not None and not callable(init_fn):
         raise InputError(f"init_fn={init_fn!r}: expected a function of a module")
+    if init_fn is not None and not on_meta(model):
+        raise InputError(
+            "init_fn was given, but no parameter or buffer is on the meta device, so it would "
+            'never be called. Build the model under torch.device("meta"), or leave init_fn out.'
+        )
 
 
 def _type_of(device: torch.device | str) -> str:

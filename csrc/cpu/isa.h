@@ -1,10 +1,9 @@
 // Runs a loop compiled for the best vector instructions of this processor.
 //
-// [Note: one wheel, every ISA] The loop is a lambda. Each instantiation below inlines it, and all
-// it calls, into a function of its own target, where the compiler vectorises it anew: no copy of
-// the formulas, one object file, and no intrinsics but in stream_line. The lambda is told the level
-// for the sake of those. The choice is made at run time. By [Note: same bits] it changes the speed
-// only.
+// The loop is a lambda. Each instantiation below inlines it, and all it calls, into a function of
+// its own target, where the compiler vectorises it anew: no copy of the formulas, one object file,
+// and no intrinsics but in stream_line. The lambda is told the level for the sake of those. The
+// choice is made at run time. By [Note: same bits] it changes the speed only.
 #pragma once
 
 #include <cstdint>

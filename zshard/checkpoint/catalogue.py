@@ -274,7 +274,7 @@ def prune(target: str, save_id: str, keep: int) -> None:
 
 @contextmanager
 def _is_saved(target: str) -> Iterator[None]:
-    """Have an error say that it is only about what is to be removed."""
+    """Turn an error into one that says it is only about what is to be removed."""
     try:
         yield
     except CheckpointError as error:
@@ -285,7 +285,7 @@ def _is_saved(target: str) -> Iterator[None]:
 
 @contextmanager
 def claimed(path: str) -> Iterator[None]:
-    """Have other saves into the same folder see that the one in ``path`` is alive."""
+    """Mark the save in ``path`` as alive, for other saves into the same folder."""
     folder = files.File(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # a file system without locks

@@ -80,7 +80,7 @@ class File:
             return os.fstat(self.descriptor).st_size
 
     def sync(self) -> None:
-        """Have what was written survive a loss of power."""
+        """Sync what was written, so that it survives a loss of power."""
         with _names(self.path):
             os.fsync(self.descriptor)
 
@@ -140,7 +140,7 @@ def make_parents(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Have the names in a folder survive a loss of power."""
+    """Sync a folder, so that the names in it survive a loss of power."""
     with File(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
         folder.sync()
 

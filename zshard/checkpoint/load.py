@@ -118,23 +118,21 @@ def _load(
     rng: bool,
 ) -> Loaded:
     schedule = schedule_of(model)
-    found: list[tuple[str, Manifest]] = []
 
-    def read() -> str:
+    def read() -> tuple[str, Manifest]:
         place = catalogue.find(catalogue.absolute(path))
-        found.append((place, read_manifest(place)))
-        seen.append(found[0][1].id)
-        check_files(found[0][1], place)
-        return seen[0]
+        manifest = read_manifest(place)
+        seen.append(manifest.id)
+        check_files(manifest, place)
+        return place, manifest
 
-    ids = peers.together(read)
+    place, saved = peers.each(read)
+    ids = peers.together(lambda: saved.id)
     if len(set(ids)) > 1:
         raise CheckpointError(f"{label}: the ranks found different checkpoints there: {ids}")
-    place, saved = found[0]
-    work: list[tuple[Match, OptimizerMatch | None]] = []
     generators = torch.empty(NBYTES, dtype=torch.uint8, device="cpu")
 
-    def compare() -> None:
+    def compare() -> tuple[Match, OptimizerMatch | None]:
         inventory = inventory_of(schedule)
         stored, masters = saved.tensors["model"], saved.tensors["master"]
         match = match_model(stored, masters, saved.aliases, inventory)
@@ -153,10 +151,9 @@ def _load(
                 )
             match.add(key, states_of[key], HeldWhole(generators, saves=False))
         match.refuse(label, strict=strict, has_values=not schedule.unusable)
-        work.append((match, states))
+        return match, states
 
-    peers.together(compare)
-    match, states = work[0]
+    match, states = peers.each(compare)
 
     def take() -> None:
         fill(place, match.pairs, saved.seed)

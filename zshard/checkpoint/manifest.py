@@ -1,6 +1,5 @@
 """``checkpoint.json``: what a checkpoint holds, where, and the checksums by which to tell.
 
-[Note: chunks and checksums]
 A tensor is checked in chunks: elements [begin, end) in the memory order of the parameter that was
 saved, which for contiguous ones is that of the file. A chunk's checksum is the XXH3 (64 bits) of
 its bytes, seeded by the save's id, so data of another save does not pass, not even where it lies in

@@ -208,7 +208,7 @@ def _problem(stored: Stored, files: Mapping[str, DataFile]) -> str:
 
 
 def check_files(manifest: Manifest, folder: str) -> None:
-    """See that every file is there, of its size, and that its header is the one written.
+    """Check that every file is there, of its size, and that its header is the one written.
 
     Raises:
         CheckpointError: naming the first file that is not.

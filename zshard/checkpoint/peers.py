@@ -51,6 +51,16 @@ class Peers:
         raise_together(failure, [refusal for refusal, _ in everyone])
         return [each for _, each in everyone]
 
+    def each(self, stage: Callable[[], T]) -> T:
+        """Run ``stage`` on every rank; its result on this one, whatever that is.
+
+        Raises:
+            Error: as ``together``.
+        """
+        made: list[T] = []
+        self.together(lambda: made.append(stage()))
+        return made[0]
+
     def _gather(self, item: object) -> list[object]:
         if self.size == 1:
             return [item]

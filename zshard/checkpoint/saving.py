@@ -90,20 +90,15 @@ def agree_on(peers: Peers, take: Callable[[], Stock]) -> Stock:
         Error: what ``take`` raised on any rank.
         MismatchError: if the ranks are to save different things.
     """
-    stock: list[Stock] = []
-
-    def described() -> tuple[str, str]:
-        stock.append(take())
-        return stock[0].id, stock[0].digest()
-
-    outcomes = peers.together(described)
+    stock = peers.each(take)
+    outcomes = peers.together(lambda: (stock.id, stock.digest()))
     if differing := [r for r, (_, digest) in enumerate(outcomes) if digest != outcomes[0][1]]:
         raise MismatchError(
             f"{peers.what}: ranks {differing} were given other arguments, or another state of the "
             "optimizer, than rank 0. Pass the same on every rank; what differs, such as a loss, "
             "gather first (torch.distributed.all_gather_object)."
         )
-    return replace(stock[0], id=outcomes[0][0])
+    return replace(stock, id=outcomes[0][0])
 
 
 def stock_of_model(schedule: Schedule, path: object) -> tuple[Stock, Inventory]:

@@ -61,9 +61,8 @@ def load_weights(
     label = catalogue.shown(path)
     begin(schedule, f"load_weights({label})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load_weights({label})")
-    work: list[tuple[str, Match]] = []
 
-    def compare() -> str:
+    def compare() -> tuple[str, Match, str]:
         if rename is not None and not callable(rename):
             raise InputError(f"rename={rename!r}: expected a function of a tensor's name")
         folder, stored = _find_weights(catalogue.absolute(path, resolve=False))
@@ -78,16 +77,15 @@ def load_weights(
                 named[new] = tensor
         match = match_model(named, {}, {}, inventory_of(schedule), cast=True)
         match.refuse(label, strict=strict, has_values=not schedule.unusable)
-        work.append((folder, match))
         seen = f"{strict}, {sorted(named.items(), key=itemgetter(0))}"
-        return hashlib.sha256(seen.encode()).hexdigest()
+        return folder, match, hashlib.sha256(seen.encode()).hexdigest()
 
-    if len(set(peers.together(compare))) > 1:
+    folder, match, digest = peers.each(compare)
+    if len(set(peers.together(lambda: digest))) > 1:
         raise MismatchError(
             f"load_weights({label}): the ranks were given other arguments, or found other tensors "
             "there. Nothing has changed; pass the same on every rank."
         )
-    folder, match = work[0]
     change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
     if strict:
         schedule.updates.begin_anew()

@@ -258,7 +258,7 @@ class Meter(TorchDispatchMode):
 
 
 def _set_fake_parameters(model: nn.Module, specs: Sequence[UnitSpec], precision: Precision) -> None:
-    """Have the modules hold fake parameters in their compute dtypes, and fake buffers."""
+    """Install fake parameters, in their compute dtypes, and fake buffers."""
     for spec in specs:
         for dtypes, group in flat_groups(spec, precision):
             for owned in group:
@@ -280,7 +280,7 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _recompute(module: nn.Module) -> None:
-    """Have ``module`` keep nothing but its input for backward."""
+    """Checkpoint ``module``: it keeps nothing but its input for backward."""
     forward = module.forward
 
     def recomputed(*args: object, **kwargs: object) -> object:

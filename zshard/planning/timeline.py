@@ -120,19 +120,19 @@ class _Lines:
         self._in_flight: Durations | None = None
 
     def compute(self, phase: str, unit: str, seconds: float) -> None:
-        """Have the compute stream do something."""
+        """Run something on the compute stream."""
         self.spans.append(Span(phase, unit, "compute", self.now, self.now + seconds))
         self.now += seconds
 
     def wait(self, phase: str, unit: Durations, until: float) -> None:
-        """Have the compute stream wait for ``phase`` of ``unit``, over at ``until``."""
+        """Stall the compute stream for ``phase`` of ``unit``, over at ``until``."""
         if until > self.now:
             if getattr(unit, phase) > 0:  # else it is this rank's own sum
                 self.exposed += until - self.now
             self.compute("wait", f"{phase} {unit.label}", until - self.now)
 
     def meet(self, seconds: float, what: str = "meet") -> None:
-        """Have it wait for a message from every rank, or read what they lend."""
+        """Stall it for a message from every rank, or for a read of what they lend."""
         self.communication += seconds
         self.exposed += seconds
         if seconds > 0:
@@ -147,7 +147,7 @@ class _Lines:
         self.gathers = self._there[unit.label] = self._send("gather", unit, began, unit.gather)
 
     def await_gather(self, unit: Durations) -> None:
-        """Have the compute stream wait for the whole parameters of ``unit``."""
+        """Stall the compute stream for the whole parameters of ``unit``."""
         if not self._in_memory:
             self.wait("gather", unit, self._there[unit.label])
         elif unit.label in self._unread:

@@ -1,0 +1,57 @@
+"""The process groups that ``zshard.wrap(mesh=...)`` stands for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import InputError
+
+
+def _require_one_order(mesh: DeviceMesh) -> None:
+    """Refuse a 2-D mesh whose rows, or columns, have their ranks in different orders.
+
+    torch sorts the ranks of a group. So the replicas of a shard would not be those of one column,
+    and not all groups would number their ranks alike.
+    """
+    for dim, name in enumerate(("columns", "rows")):
+        order = mesh.mesh.argsort(dim=dim)
+        if not torch.equal(order, order.narrow(1 - dim, 0, 1).expand_as(order)):
+            raise InputError(
+                f"mesh={mesh.mesh.tolist()}: its {name} have their ranks in different orders, and "
+                "torch sorts the ranks of a process group, so that replicas would hold other "
+                "shards than the mesh says. Order them alike, for instance ascending."
+            )
+
+
+def groups_of(
+    mesh: dist.ProcessGroup | DeviceMesh | None,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The groups of replicas and of shards that ``mesh`` stands for; None is a single rank.
+
+    Args:
+        mesh: None, the default process group if there is one; a ProcessGroup or a 1-D DeviceMesh,
+            the sharding group; a 2-D DeviceMesh, (replicate, shard).
+
+    Raises:
+        InputError: for a mesh of more than two dimensions, or of another type; for a 2-D one whose
+            rows, or columns, order their ranks differently.
+    """
+    if mesh is None:
+        return None, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim == 1:
+            return None, mesh.get_group()
+        if mesh.ndim == 2:
+            _require_one_order(mesh)
+            return mesh.get_group(0), mesh.get_group(1)
+        raise InputError(
+            f"mesh has {mesh.ndim} dimensions; zshard.wrap takes a 1-D mesh to shard over, or a "
+            "2-D one, (replicate, shard)"
+        )
+    if isinstance(mesh, dist.ProcessGroup):
+        return None, mesh
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InputError("mesh: this rank is not a member of the process group")
+    raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup, or a 1-D or 2-D DeviceMesh")
