@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,14 @@ def copy_side(nbytes: int, device: torch.device, sets: int) -> Side:
     sources = [torch.randn(numel, device=device) for _ in range(sets)]
     targets = [torch.empty_like(source) for source in sources]
     return Side("copy", lambda i: targets[i].copy_(sources[i]), lambda: poison(targets), 8 * numel)
+
+
+def kernel_copy_side(nbytes: int, device: torch.device) -> Side:
+    """The same by a kernel that adds 0: on CUDA a plain copy may be another engine's work."""
+    source = torch.randn(max(1, min(nbytes, _COPY_LIMIT) // 8), device=device)
+    target = torch.empty_like(source)
+    run = partial(torch.add, source, 0.0, out=target)
+    return Side("copy by a kernel", lambda i: run(), lambda: poison([target]), 8 * source.numel())
 
 
 def poison(tensors: Sequence[Tensor]) -> None:

@@ -37,6 +37,13 @@ void dispatch_cast(Dtype to, Dtype from, const F& f) {
     dispatch(to, [&](auto t) { dispatch(from, [&](auto s) { f(t, s); }); });
 }
 
+// Calls f with values of the C++ types of acc and chunks, as reduce_ allows them.
+template <typename F>
+void dispatch_reduce(Dtype acc, Dtype chunk, const F& f) {
+    if (acc == Dtype::kFloat64) return f(double{}, double{});
+    dispatch(acc, [&](auto a) { dispatch(chunk, [&](auto c) { f(a, c); }); });
+}
+
 // Most ranks whose memory one call reads. Their addresses travel in a kernel's arguments: 1,024 of
 // the 4,096 bytes that any GPU takes, for more ranks than share a host.
 inline constexpr int64_t kMaxPeers = 128;

@@ -3,7 +3,7 @@
     make check-wheel        (or: python tests/check_one_wheel.py [REQUIREMENT ...])
 
 The wheel is built once, against the first torch, and installed unchanged beside each of them. On
-demand rather than in CI: the second default is a CUDA build, several gigabytes to download.
+demand rather than in CI: the later defaults are CUDA builds, several gigabytes to download.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DEFAULT_TORCHES = ["torch==2.13.0", "torch==2.14.1"]
+DEFAULT_TORCHES = ["torch==2.13.0", "torch==2.11.0", "torch==2.14.1"]  # 2.11: the oldest
 PROBE = """
 import torch, zshard
 from zshard import _C

@@ -237,7 +237,7 @@ def test_a_case_that_fails_does_not_lose_the_others(
     good = Case("good", 64, lambda device, sets: [copy_side(64, device, sets)])
     cases = [Case("bad", 64, fail), good]
     monkeypatch.setattr(bench_ops, "cases", lambda *_: cases)
-    monkeypatch.setattr(bench_ops, "ceiling", lambda *_: bench_ops.run(good, *_, False))
+    monkeypatch.setattr(bench_ops, "ceiling", lambda *_: bench_ops.run(good, *_))
     handler = signal.getsignal(signal.SIGTERM)
     path = tmp_path / "ops.json"
     try:

@@ -18,28 +18,28 @@ kArchs: list[str] = _C.build_info()["cuda_archs"]  # as "sm_90"
 # What a multiprocessor has, of every target.
 kRegisters = 65536
 
-# Kernel -> threads of a block, and blocks that a multiprocessor holds as far as registers go; for
-# fp64 likewise. Fewer would have too few bytes under way, see below.
+# Kernel -> threads of a block, and blocks that a multiprocessor holds as far as registers go; the
+# first row that fits an instance counts. Fewer would have too few bytes under way, see below.
 kThreads = {"plan_kernel": 1024, "stats_kernel": 1024}  # the others: 256
 kBlocks = {
-    "cast_kernel": 4,
+    "cast_kernel<": 5,
     "join_kernel": 4,
-    "move_kernel": 2,
-    "optim_kernel": 4,
-    "plan_kernel": 1,
-    "reduce_adamw_kernel": 3,
-    "reduce_kernel": 3,
+    "move_kernel<": 6,
+    "optim_kernel<": 5,  # AdamW 6, but for sm_120
+    "plan_kernel<": 1,
+    "reduce_adamw_kernel<": 3,
+    "reduce_kernel<double": 2,
+    "reduce_kernel<": 3,
     "split_kernel": 4,
     "stats_kernel": 1,
-    "strided_kernel": 4,
+    "strided_kernel<": 4,
 }
-kBlocksOfDouble = {"reduce_kernel": 2}
 
 # Kernels that move whole arrays. Each thread asks for this many bytes, in accesses of 8 and more,
-# before it waits for the first: with the blocks above 32 KB a multiprocessor and more. An H200
+# before it waits for the first: with the blocks above 40 KB a multiprocessor and more. An H200
 # moves 4.8 TB/s after some 700 ns, which is 25 KB for each of its 132 (Little's law).
 kStreaming = {
-    "cast_kernel": 32,
+    "cast_kernel": 64,
     "join_kernel": 64,
     "move_kernel": 64,
     "optim_kernel": 40,
@@ -47,6 +47,11 @@ kStreaming = {
     "reduce_kernel": 64,
     "split_kernel": 64,
 }
+# Where elements become wider, as many loads are of half the bytes.
+kWidening = re.compile(
+    r"cast_kernel<(float, (Bf16|Fp16)|double, float)>|"
+    r"move_kernel<(true, float, (Bf16|Fp16)|false, (Bf16|Fp16), float),"
+)
 
 
 class Kernel(NamedTuple):
@@ -102,7 +107,7 @@ def test_a_build_that_has_to_have_kernels_has_them() -> None:
 def test_every_kernel_keeps_in_registers_what_a_thread_works_on(
     kernels: dict[str, list[Kernel]], arch: str
 ) -> None:
-    assert {kernel.name for kernel in kernels[arch]} == set(kBlocks)
+    assert {k.name for k in kernels[arch]} == {prefix.partition("<")[0] for prefix in kBlocks}
     assert [f"{k.full}: {k.memory} bytes" for k in kernels[arch] if k.memory > 0] == []
 
 
@@ -112,8 +117,8 @@ def test_every_kernel_leaves_room_for_the_blocks_that_it_is_meant_to_run_beside(
 ) -> None:
     few = []
     for kernel in kernels[arch]:
-        wanted = (kBlocksOfDouble if "double" in kernel.full else kBlocks).get(
-            kernel.name, kBlocks[kernel.name]
+        wanted = next(
+            blocks for prefix, blocks in kBlocks.items() if kernel.full.startswith(prefix)
         )
         if kernel.blocks < wanted:
             few.append(f"{kernel.full}: {kernel.registers} registers, {kernel.blocks} blocks")
@@ -154,6 +159,8 @@ def test_a_streaming_kernel_asks_for_many_bytes_before_it_waits(hopper: dict[str
     few = []
     for full, code in hopper.items():
         most, wanted = bytes_under_way(code), kStreaming.get(full.partition("<")[0], 0)
+        if kWidening.match(full):
+            wanted //= 2
         if most < wanted:
             few.append(f"{full} on sm_90: {most} bytes under way instead of {wanted}")
     assert hopper

@@ -39,7 +39,7 @@ void square_block(const T* x, int64_t count, double* squares) {
 // and takes in the squares that it leaves there.
 template <typename Acc, typename F>
 void for_blocks(const ReduceArgs& args, const F& f) {
-    const int64_t blocks = (args.numel + kSquareBlock - 1) / kSquareBlock;
+    const int64_t blocks = square_blocks(args.numel);
     const auto* acc = static_cast<const Acc*>(args.acc);
     Stats stats(args.stats, blocks);
     parallel(blocks, kGrain / kSquareBlock, [&](int64_t first, int64_t last) {
@@ -83,10 +83,8 @@ void reduce(const ReduceArgs& args) {
         if (args.acc_dtype == Dtype::kFloat64) return measure_typed<double>(args);
         return dispatch(args.acc_dtype, [&](auto x) { measure_typed<decltype(x)>(args); });
     }
-    if (args.acc_dtype == Dtype::kFloat64) return reduce_typed<double, double>(args);
-    dispatch(args.acc_dtype, [&](auto acc) {
-        dispatch(args.chunks.dtype,
-                 [&](auto chunk) { reduce_typed<decltype(acc), decltype(chunk)>(args); });
+    dispatch_reduce(args.acc_dtype, args.chunks.dtype, [&](auto acc, auto chunk) {
+        reduce_typed<decltype(acc), decltype(chunk)>(args);
     });
 }
 

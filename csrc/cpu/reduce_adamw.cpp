@@ -36,7 +36,7 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
     const std::vector<Work<Rule>> work = take_step(rows);
     if (work.empty() && args.stats == nullptr) return;
     const float grad_scale = rows.grad_scale != nullptr ? *rows.grad_scale : 1.0f;
-    const int64_t blocks = (shard.numel + kSquareBlock - 1) / kSquareBlock;
+    const int64_t blocks = square_blocks(shard.numel);
     Stats stats(args.stats, blocks);
     dispatch_optim(args.optim, [&](auto peer, auto send, auto split) {
         using Peer = decltype(peer);

@@ -27,10 +27,14 @@ cudaStream_t current_stream();
 // Throws where a CUDA call failed; names the op.
 void check(cudaError_t status, const char* op);
 
+// Bytes that the arguments of a kernel may have, from sm_70 on.
+inline constexpr size_t kMaxParamBytes = 32'764;
+
 // Runs a kernel on the current stream. A failed launch throws.
 template <typename... Params, typename... Args>
 void launch(const char* op, void (*kernel)(Params...), unsigned grid, unsigned threads,
             Args&&... args) {
+    static_assert(((sizeof(Params) + alignof(Params) - 1) + ... + 0) <= kMaxParamBytes);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(grid);
     config.blockDim = dim3(threads);

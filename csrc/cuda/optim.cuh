@@ -90,9 +90,9 @@ struct Shards {
     OptimShard<Rule> items[kCapacity];
 };
 inline constexpr int kFewShards = 32;
-// The most that fit into the 32,764 bytes that a kernel's arguments may have, the others below 128.
+// The most that fit into a kernel's arguments, the others below 128 bytes.
 template <typename Rule>
-constexpr int kManyShards = (32'764 - 128 - sizeof(int64_t)) / sizeof(OptimShard<Rule>);
+constexpr int kManyShards = (kMaxParamBytes - 128 - sizeof(int64_t)) / sizeof(OptimShard<Rule>);
 
 inline constexpr int kOptimWidth = 4;  // fp32 moves in 16 bytes, 16-bit planes in 8
 

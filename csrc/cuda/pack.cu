@@ -16,7 +16,6 @@ struct Item {
     int64_t offset;
     int64_t numel;
     int64_t first_tile;
-    Dtype dtype;
 };
 
 // Pieces travel as a kernel argument: no upload, nothing to free, and a CUDA graph keeps its own
@@ -28,41 +27,24 @@ struct Table {
     Item items[kCapacity];
 };
 constexpr int kSmall = 64;
-constexpr int kLarge = 768;  // just below the 32,764 bytes that a kernel's arguments may have
-static_assert(sizeof(Table<kLarge>) + 64 <= 32'764);
+constexpr int kLarge = 1020;  // just below what a kernel's arguments may have
 
-template <bool kPack, typename Flat, typename Value>
-__device__ void move_tile(Flat* flat, const Item& item, int64_t begin, int64_t numel,
-                          double scale) {
-    Flat* at = flat + item.offset + begin;
-    auto* value = static_cast<Value*>(item.data) + begin;
-    if constexpr (kPack) {
-        convert_run(at, value, numel, static_cast<Wide<Value>>(scale));
-    } else {
-        convert_run(value, at, numel, static_cast<Wide<Flat>>(scale));
-    }
-}
-
-// Two blocks a multiprocessor have enough bytes under way; for more, the compiler would spill.
-template <bool kPack, typename Flat, int kCapacity>
-__global__ void __launch_bounds__(kThreads, 2)
+template <bool kPack, typename Flat, typename Value, int kCapacity>
+__global__ void __launch_bounds__(kThreads)
     move_kernel(Flat* flat, double scale, const __grid_constant__ Table<kCapacity> table) {
     for (int64_t tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
         const Item& item = table.items[last_not_after(
             table.count, tile, [&](int i) { return table.items[i].first_tile; })];
         const int64_t begin = (tile - item.first_tile) * kTile;
         const int64_t numel = min(kTile, item.numel - begin);
-        if (kPack && item.data == nullptr) {
-            Flat* zeros = flat + item.offset + begin;
-            transform_run(zeros, zeros, numel, [](Flat) { return Flat{}; });
-        } else if constexpr (std::is_same_v<Flat, double>) {
-            move_tile<kPack, double, double>(flat, item, begin, numel, scale);
-        } else if (item.dtype == Dtype::kBfloat16) {
-            move_tile<kPack, Flat, Bf16>(flat, item, begin, numel, scale);
-        } else if (item.dtype == Dtype::kFloat16) {
-            move_tile<kPack, Flat, Fp16>(flat, item, begin, numel, scale);
+        Flat* at = flat + item.offset + begin;
+        auto* value = static_cast<Value*>(item.data) + begin;
+        if constexpr (!kPack) {
+            convert_run(value, at, numel, static_cast<Wide<Flat>>(scale));
+        } else if (item.data != nullptr) {
+            convert_run(at, value, numel, static_cast<Wide<Value>>(scale));
         } else {
-            move_tile<kPack, Flat, float>(flat, item, begin, numel, scale);
+            transform_run(at, at, numel, [](Flat) { return Flat{}; });
         }
     }
 }
@@ -99,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-template <bool kPack, typename Flat, int kCapacity>
+template <bool kPack, typename Flat, typename Value, int kCapacity>
 void launch_table(const PackArgs& args, const std::vector<Item>& items, size_t first,
                   size_t count) {
     Table<kCapacity> table;
@@ -110,7 +92,7 @@ void launch_table(const PackArgs& args, const std::vector<Item>& items, size_t f
         table.items[i].first_tile = table.tiles;
         table.tiles += tiles_of(table.items[i].numel);
     }
-    launch(kOp<kPack>, move_kernel<kPack, Flat, kCapacity>, grid_for(table.tiles), kThreads,
+    launch(kOp<kPack>, move_kernel<kPack, Flat, Value, kCapacity>, grid_for(table.tiles), kThreads,
            static_cast<Flat*>(args.flat), args.scale, table);
 }
 
@@ -122,29 +104,52 @@ void launch_strided(const PackArgs& args, const Piece& piece) {
            piece.numel, args.scale, piece.strided);
 }
 
-template <bool kPack, typename Flat>
-void move_typed(const PackArgs& args) {
-    std::vector<Item> items;
-    items.reserve(args.pieces.size());
-    for (const Piece& piece : args.pieces) {
-        if (piece.strided.dims == 0) {
-            items.push_back({piece.data, piece.offset, piece.numel, 0, piece.dtype});
-        } else if constexpr (std::is_same_v<Flat, double>) {
-            launch_strided<kPack, double, double>(args, piece);
-        } else {
-            dispatch(piece.dtype, [&](auto value) {
-                launch_strided<kPack, Flat, decltype(value)>(args, piece);
-            });
-        }
-    }
+template <bool kPack, typename Flat, typename Value>
+void launch_items(const PackArgs& args, const std::vector<Item>& items) {
     for (size_t first = 0; first < items.size(); first += kLarge) {
         const size_t count = std::min<size_t>(kLarge, items.size() - first);
         if (count <= kSmall) {
-            launch_table<kPack, Flat, kSmall>(args, items, first, count);
+            launch_table<kPack, Flat, Value, kSmall>(args, items, first, count);
         } else {
-            launch_table<kPack, Flat, kLarge>(args, items, first, count);
+            launch_table<kPack, Flat, Value, kLarge>(args, items, first, count);
         }
     }
+}
+
+// Calls f for every dtype that a piece beside `Flat` may have, with it and a value of its type.
+template <typename Flat, typename F>
+void each_dtype(const F& f) {
+    if constexpr (std::is_same_v<Flat, double>) {
+        f(Dtype::kFloat64, double{});
+    } else {
+        f(Dtype::kFloat32, float{});
+        f(Dtype::kBfloat16, Bf16{});
+        f(Dtype::kFloat16, Fp16{});
+    }
+}
+
+// One launch for each dtype there is among the pieces: a kernel for all would take the registers of
+// the most demanding one. Gaps go with the first piece's.
+template <bool kPack, typename Flat>
+void move_typed(const PackArgs& args) {
+    const auto is_contiguous = [](const Piece& piece) {
+        return piece.data != nullptr && piece.strided.dims == 0;
+    };
+    const auto first = std::find_if(args.pieces.begin(), args.pieces.end(), is_contiguous);
+    const Dtype of_gaps = first == args.pieces.end() ? args.dtype : first->dtype;
+    each_dtype<Flat>([&](Dtype dtype, auto value) {
+        using Value = decltype(value);
+        std::vector<Item> items;
+        for (const Piece& piece : args.pieces) {
+            if ((piece.data == nullptr ? of_gaps : piece.dtype) != dtype) continue;
+            if (piece.strided.dims == 0) {
+                items.push_back({piece.data, piece.offset, piece.numel, 0});
+            } else {
+                launch_strided<kPack, Flat, Value>(args, piece);
+            }
+        }
+        launch_items<kPack, Flat, Value>(args, items);
+    });
 }
 
 template <bool kPack>

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kSquareLanes)
 
 template <typename Acc, typename Chunk>
 void reduce_typed(const ReduceArgs& args) {
-    const int64_t blocks = (args.numel + kSquareBlock - 1) / kSquareBlock;
+    const int64_t blocks = square_blocks(args.numel);
     std::optional<Scratch> scratch;
     if (args.stats != nullptr) scratch.emplace(blocks * int64_t{sizeof(Partial)});
     auto* partials = scratch ? scratch->as<Partial>() : nullptr;
@@ -90,10 +90,8 @@ void finish_stats(const char* op, const Partial* partials, int64_t blocks, doubl
 }
 
 void reduce(const ReduceArgs& args) {
-    if (args.acc_dtype == Dtype::kFloat64) return reduce_typed<double, double>(args);
-    dispatch(args.acc_dtype, [&](auto acc) {
-        dispatch(args.chunks.dtype,
-                 [&](auto chunk) { reduce_typed<decltype(acc), decltype(chunk)>(args); });
+    dispatch_reduce(args.acc_dtype, args.chunks.dtype, [&](auto acc, auto chunk) {
+        reduce_typed<decltype(acc), decltype(chunk)>(args);
     });
 }
 

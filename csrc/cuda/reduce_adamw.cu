@@ -82,7 +82,7 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
                             .shard = args.optim.shards[0],
                             .rows = args.optim.rows};
     const int64_t rows = operands.rows.num_segments, numel = operands.shard.numel;
-    const int64_t blocks = (numel + kSquareBlock - 1) / kSquareBlock;
+    const int64_t blocks = square_blocks(numel);
     const Scratch scratch(plan_bytes<Rule>(rows));
     Plan<Rule> plan{};
     if (rows > 0) plan = make_plan(kOp, operands.rows, 1, numel, scratch);

@@ -35,7 +35,7 @@ __device__ __forceinline__ Vector<T, kCount> load(const T* p, bool aligned) {
 
 template <int kCount, typename T>
 __device__ __forceinline__ void store(T* p, const Vector<T, kCount>& v, bool aligned) {
-    if (aligned) {
+    if (kCount > 1 && aligned) {  // of single elements the intrinsic takes a third more registers
         using W = Word<sizeof(v)>;
         W words[sizeof(v) / sizeof(W)];
         memcpy(words, &v, sizeof(v));
