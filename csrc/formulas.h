@@ -291,8 +291,6 @@ inline constexpr int kSquareGroup = 4;
 inline constexpr int kSquareBlock = kSquareRows * kSquareColumns * kSquareGroup;
 inline constexpr int kSquareLanes = 1024;
 
-constexpr int64_t square_blocks(int64_t numel) {
-    return (numel + kSquareBlock - 1) / kSquareBlock;
-}
+constexpr int64_t square_blocks(int64_t numel) { return (numel + kSquareBlock - 1) / kSquareBlock; }
 
 }  // namespace zshard

@@ -192,9 +192,9 @@ def test_double_backward_is_refused_and_the_model_goes_on() -> None:
     goes_on(model)
 
 
-def unlike_models(rank: int, world_size: int, difference: str) -> str:
+def unlike_models(rank: int, world_size: int, difference: str, comm: str, init: str) -> str:
     torch.manual_seed(0)
-    model, options = Blocks(), {}
+    model, options = Blocks(), {"comm": comm, "init": init}
     if rank == 1 and difference == "name":
         model.entry = model.inlet
         del model.inlet
@@ -203,7 +203,11 @@ def unlike_models(rank: int, world_size: int, difference: str) -> str:
     elif rank == 1 and difference == "dtype":
         model.outlet.double()
     elif rank == 1 and difference == "unit":
-        options = {"units": "model"}
+        options["units"] = "model"
+    elif rank == 1 and difference == "init":
+        options["init"] = "broadcast"
+    elif rank == 1 and difference == "prefetch":
+        options["prefetch"] = 2
     elif rank == 1 and difference == "values":
         model.blocks[2].up.bias.data[3] += 1e-6
     elif rank == 1 and difference == "requires_grad":
@@ -219,18 +223,28 @@ def unlike_models(rank: int, world_size: int, difference: str) -> str:
 @pytest.mark.parametrize(
     ("difference", "said"),
     [
+        ("init", "with different options: init: {init} on ranks [0]; broadcast on ranks [1]"),
+        ("prefetch", "with different options: prefetch: 1 on ranks [0]; 2 on ranks [1]"),
         ("name", "only some ranks have the parameter 'inlet.weight': ranks [0] do"),
         ("shape", "outlet.weight: rank 0 and ranks [1] differ in shape: (1, 7) on rank 0, (2, 7)"),
         ("dtype", "outlet.weight: rank 0 and ranks [1] differ in dtype: 'torch.float32'"),
         ("unit", "blocks.0.norm.weight: rank 0 and ranks [1] differ in unit: 'blocks.0' on rank 0"),
-        ("values", "blocks.2.up.bias: rank 0 and ranks [1] have different values"),
         ("requires_grad", "outlet.bias: rank 0 and ranks [1] differ in requires_grad"),
         ("missing", "blocks.3"),
     ],
 )
-def test_ranks_whose_models_differ_are_told_where_on_every_rank(difference: str, said: str) -> None:
-    for message in run_ranks(unlike_models, 2, difference):
-        assert said in message, message
+@pytest.mark.parametrize("init", ["check", "trust"])
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_ranks_whose_models_differ_are_told_where_on_every_rank(
+    difference: str, said: str, comm: str, init: str
+) -> None:
+    for message in run_ranks(unlike_models, 2, difference, comm, init):
+        assert said.format(init=init) in message, message
+
+
+def test_ranks_whose_values_differ_are_told_where_on_every_rank() -> None:
+    for message in run_ranks(unlike_models, 2, "values", "auto", "check"):
+        assert "blocks.2.up.bias: rank 0 and ranks [1] have different values" in message, message
 
 
 kWrong: list[dict[str, object]] = [

@@ -62,6 +62,7 @@ def wrapped(device: str, **options: object) -> nn.Module:
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         module = importlib.import_module("zshard.wrap")
         patch.setattr(module, "on_meta", lambda model: {})
+        patch.setattr(module, "allocate_outside", lambda *_: "")
         patch.setattr(module, "default_device", lambda *_: torch.device("meta"))
         return zshard.wrap(Blocks(), init="trust", **options)
 

@@ -24,7 +24,7 @@ kThreads = {"plan_kernel": 1024, "stats_kernel": 1024}  # the others: 256
 kBlocks = {
     "cast_kernel<": 5,
     "join_kernel": 4,
-    "move_kernel<": 6,
+    "move_kernel<": 5,
     "optim_kernel<": 5,  # AdamW 6, but for sm_120
     "plan_kernel<": 1,
     "reduce_adamw_kernel<": 3,

@@ -251,7 +251,7 @@ def access_while_sharded(rank: int, world_size: int) -> str:
 
 def test_computing_with_a_sharded_parameter_is_refused_by_name() -> None:
     for message in run_ranks(access_while_sharded, 2):
-        assert "inlet.weight" in message and "full_params" in message
+        assert "inlet.weight" in message and "full_params(model), with write=True" in message
 
 
 def test_a_gradient_for_what_is_no_parameter_is_refused_and_not_lost() -> None:
@@ -284,7 +284,7 @@ def used_outside_its_unit(rank: int, world_size: int) -> tuple[str, bool]:
 
 def test_a_parameter_used_outside_its_units_forward_is_refused_by_name() -> None:
     for message, runs_as_one_unit in run_ranks(used_outside_its_unit, 2):
-        assert "blocks.1.up.bias" in message and "full_params" in message
+        assert "blocks.1.up.bias" in message and "outside the module of its unit" in message
         assert runs_as_one_unit
 
 

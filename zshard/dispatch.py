@@ -16,6 +16,7 @@ import torch
 from .errors import OptimizerError, ShardedAccessError, StateError
 from .operators import Operator, operator
 from .param import Sharded, ShardedGrad
+from .phase import Phase
 from .slices import own_slice, recut
 from .storage import storage_of
 
@@ -169,12 +170,22 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             "inside zshard.full_params(model)."
         )
     raise ShardedAccessError(
-        f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this "
-        f"rank holds {first._numel()} elements. In a forward: the parameter is used "
-        f"outside the module of its unit {first.flat.unit_label!r}; make the module that uses "
-        "it a unit (zshard.wrap(units=...)); or forward was called past the module: model(...), "
-        "not model.forward(...), gathers. Elsewhere, as in an optimizer that needs whole "
-        "matrices (Adafactor, LBFGS): work on whole parameters inside zshard.full_params(model)."
+        f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
+        f"{first._numel()} elements. {_remedy(first)}"
+    )
+
+
+def _remedy(param: Sharded) -> str:
+    unit = (
+        f"is used outside the module of its unit {param.flat.unit_label!r}: make the module that "
+        "uses it a unit (zshard.wrap(units=...))"
+    )
+    if param.flat.schedule.crew.phase is not Phase.IDLE:
+        return f"It {unit}."
+    return (
+        "Work on whole parameters inside zshard.full_params(model), with write=True to change "
+        "them. In a forward, that was called past the module (model(...), not model.forward(...), "
+        f"gathers), or the parameter {unit}."
     )
 
 
@@ -261,11 +272,9 @@ def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[
         if isinstance(x, torch.Tensor) and x.ndim > 0 and op.name != "aten::copy_":
             raise ShardedAccessError(
                 f"{op.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
-                f"{tuple(x.shape)}. In a forward: the parameter is used outside the module of its "
-                f"unit {first.flat.unit_label!r}; make the module that uses it a unit "
-                "(zshard.wrap(units=...)). In an optimizer: its state is of whole tensors, made "
-                "before zshard.wrap or loaded from a plain state_dict, which zshard's optimizers "
-                "take. Elsewhere: work on whole parameters inside zshard.full_params(model)."
+                f"{tuple(x.shape)}. In an optimizer, its state is of whole tensors, made before "
+                "zshard.wrap or loaded from a plain state_dict, which zshard's optimizers take. "
+                f"Elsewhere: {_remedy(first)}"
             )
         return x
 

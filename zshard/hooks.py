@@ -35,8 +35,9 @@ class ModuleHook:
     def __reduce__(self) -> NoReturn:
         raise ShardedAccessError(
             "a wrapped model can neither be pickled nor copied: its parameters are shards of flat "
-            "buffers. Take whole tensors inside zshard.full_params(model); copy the plain model "
-            "before zshard.wrap."
+            "buffers. Take whole tensors inside zshard.full_params(model), or copy the plain model "
+            "before zshard.wrap. (For an average of the weights wrap two copies, and update one by "
+            "ema.lerp_(param, weight), parameter by parameter.)"
         )
 
 

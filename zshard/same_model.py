@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -34,12 +34,15 @@ class _Fact(NamedTuple):
 
 
 def check(
-    specs: Sequence[UnitSpec], comm: Comm, policy: str, strategies: Sequence[Strategy]
+    specs: Sequence[UnitSpec],
+    comm: Comm,
+    options: Mapping[str, str],
+    strategies: Sequence[Strategy],
 ) -> None:
     """Compare names, unit map, shapes, dtypes and requires_grad over the ranks.
 
     Args:
-        policy: the options of wrap that decide what is communicated, as text.
+        options: those of wrap that decide what is communicated, as text.
         strategies: one a unit.
 
     Raises:
@@ -59,14 +62,10 @@ def check(
         for spec, strategy in zip(specs, strategies, strict=True)
         for owned in spec.params
     ]
-    if _alike((policy, facts), comm, Tag(0, "wrap", "root")):
+    if _alike((options, facts), comm, Tag(0, "wrap", "root")):
         return
-    policies = comm.all_gather_object(policy, Tag(0, "wrap", "root"))
-    if len(set(policies)) > 1:
-        raise MismatchError(
-            "zshard.wrap was called with different options: "
-            + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(policies))
-        )
+    told = comm.all_gather_object(options, Tag(0, "wrap", "root"))
+    _compare_options(cast("list[Mapping[str, str]]", told))
     gathered = comm.all_gather_object(facts, Tag(0, "wrap", "root"))
     everyone: list[list[_Fact]] = [[_Fact(*f) for f in rank] for rank in gathered]  # type: ignore[attr-defined]
     by_name = [{fact.name: fact for fact in facts} for facts in everyone]
@@ -86,6 +85,16 @@ def _alike(told: object, comm: Comm, tag: Tag) -> bool:
     """Whether every rank has this to tell; if so, its length and N do not multiply."""
     mine = hashlib.sha256(repr(told).encode()).digest()
     return len(set(comm.all_gather_object(mine, tag))) == 1
+
+
+def _compare_options(everyone: Sequence[Mapping[str, str]]) -> None:
+    for option in everyone[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, options in enumerate(everyone):
+            ranks.setdefault(options[option], []).append(rank)
+        if len(ranks) > 1:
+            found = "; ".join(f"{value} on ranks {places}" for value, places in ranks.items())
+            raise MismatchError(f"zshard.wrap was called with different options: {option}: {found}")
 
 
 def _compare(name: str, facts: Sequence[_Fact | None]) -> None:

@@ -85,8 +85,9 @@ def wrap(
             environment variable ZSHARD_COMM says, else on the CPU "peer" where every rank finds it
             possible and has memory for it, else "group", which the logger "zshard" then says.
         prefetch: how many units are gathered ahead of the one that computes.
-        init: "check" compares the ranks' models and refuses differences; "broadcast" takes rank
-            0's values; "trust" does neither.
+        init: "check" compares the parameters' values over the ranks and refuses differences;
+            "broadcast" takes rank 0's; "trust" does neither. Names, shapes, dtypes, units and
+            options are compared in any case.
         ignored: parameters to leave whole and unreduced: a list of them, of their names, or of
             modules or modules' names for all that these have.
         device: where to move the model first. None leaves it; what is on the meta device goes to
@@ -130,13 +131,16 @@ def wrap(
     collectives = Comm(mesh, where, comm, failure)
     assert survey is not None
     meta = on_meta(model)
-    if collectives.world > 1 and init != "trust":
+    if collectives.world > 1:
         in_units = {name for spec in survey.specs for owned in spec.params for name in owned.names}
-        policy = (
-            f"{precision=}, {prefetch=}, {init=}, init_fn given: {init_fn is not None}, "
-            f"on meta outside of units: {sorted(meta.keys() - in_units)}"
-        )
-        same_model.check(survey.specs, collectives, policy, survey.strategies)
+        options = {
+            "precision": str(precision),
+            "prefetch": str(prefetch),
+            "init": init,
+            "init_fn": "None" if init_fn is None else "given",
+            "what is on meta outside of units": str(sorted(meta.keys() - in_units)),
+        }
+        same_model.check(survey.specs, collectives, options, survey.strategies)
     pool = Pool(1 + prefetch, where, collectives.empty, collectives.give_back)
     sharder = Sharder(model, precision, collectives, where, meta)
     materializer, unusable = None, ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +35,8 @@ class Fit:
     hbm: float
     strategy: str | None
     checkpointing: bool
-    plans: dict[str, Plan]
-    recomputed: dict[str, Plan]
+    plans: dict[str, Plan] = field(repr=False)
+    recomputed: dict[str, Plan] = field(repr=False)
     devices: dict[str, int | None]
 
     def to_dict(self) -> dict[str, object]:
@@ -108,7 +108,7 @@ class Alternative:
     """
 
     change: str
-    plan: Plan
+    plan: Plan = field(repr=False)
     saves: int
     faster: float | None
     fits: bool | None
