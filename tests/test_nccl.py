@@ -24,24 +24,26 @@ def on_lane(rank: int, world_size: int, device_type: str) -> dict[str, Tensor]:
         assert (work is None) == nccl
         if work is not None:
             work.wait()
-        compute_waits(lane.mark())
 
     found: dict[str, Tensor] = {}
     shard = torch.arange(64, dtype=torch.uint8, device=device) + rank
     found["gather"] = shard.new_zeros(64 * world_size)
     with lane.after_compute():
         wait(ranks.start_gather(found["gather"], shard, lasting=False))
+    compute_waits(lane.mark())
     for dtype in (torch.float32, torch.bfloat16):
         packed = torch.arange(16 * world_size, device=device).to(dtype) + rank
         rows = packed.new_zeros(ranks.row_count(dtype), 16)
         with lane.after_compute():
             sent = packed.view(torch.uint8)
             wait(ranks.start_exchange(rows.view(torch.uint8), sent, dtype))
+        compute_waits(lane.mark())
         found[f"exchange of {dtype}"] = rows.sum(0)
     for maximum in (False, True):
         value = torch.tensor([1.0 + rank, -2.0], dtype=torch.float64, device=device)
         with lane.after_compute():
             wait(ranks.start_all_reduce(value, maximum=maximum))
+        compute_waits(lane.mark())
         found[f"all_reduce, {maximum=}"] = value
     found["broadcast"] = torch.full((3,), float(rank + 1), device=device)
     ranks.broadcast(found["broadcast"])
