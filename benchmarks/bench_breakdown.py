@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 from zshard import ops
 from zshard.comm import Comm
-from zshard.gpt import SIZES
 from zshard.handle import Handle
+from zshard.training.gpt import SIZES
 
 # part of a step -> (where its functions are looked up, their names)
 _SEAM: dict[str, tuple[tuple[object, str], ...]] = {

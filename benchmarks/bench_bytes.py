@@ -26,9 +26,9 @@ from rank_group import run_ranks
 from setting import TOLERANCE
 from traffic import Traffic
 
-from zshard.gpt import SIZES
-from zshard.groups import chunk_rows
-from zshard.simulated import SimulatedRanks
+from zshard.training.gpt import SIZES
+from zshard.transports.groups import chunk_rows
+from zshard.transports.simulated import SimulatedRanks
 
 _UNCOUNTED = 3  # steps before the one that is counted: what is made once is there
 _SHOWN = 0.005  # bytes a parameter; ops that move less are one row

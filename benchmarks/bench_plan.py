@@ -29,7 +29,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import zshard
-from zshard.gpt import SIZES
+from zshard.training.gpt import SIZES
 
 STRATEGIES = ("ddp", "zero2", "zero3")
 

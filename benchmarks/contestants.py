@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from variant import DTYPES, Variant
 
 import zshard
-from zshard.trace import Trace
+from zshard.tracing.trace import Trace
 
 __all__ = ["MAKERS", "UNITS", "Contestant", "Setting", "Variant", "make_zshard"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zshard.gpt import GPT, SIZES, VOCABULARY, GPTConfig
+from zshard.training.gpt import GPT, SIZES, VOCABULARY, GPTConfig
 
 UNITS = 48  # of the model that measures the host's overhead
 _TINY_WIDTH = 16

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zshard
-from zshard import groups
+from zshard.transports import groups
 
 
 def batch(rank: int, step: int) -> Tensor:

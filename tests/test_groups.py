@@ -11,7 +11,7 @@ from ranks import run_ranks
 from steps import all_by_messages, build, one_step
 
 import zshard
-from zshard.messages import Messenger
+from zshard.transports.messages import Messenger
 
 
 def ways(rank: int, world_size: int, strategy: str, hosts: int) -> Counter[str]:

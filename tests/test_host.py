@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zshard
-from zshard import groups
 from zshard.streams import Lane
+from zshard.transports import groups
 from zshard.wrap import schedule_of
 
 

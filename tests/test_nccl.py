@@ -8,9 +8,9 @@ from ops_check import devices
 from ranks import run_ranks
 from torch import Tensor
 
-from zshard.groups import Ranks
-from zshard.messages import Work
 from zshard.streams import Lane, compute_waits
+from zshard.transports.groups import Ranks
+from zshard.transports.messages import Work
 
 
 def on_lane(rank: int, world_size: int, device_type: str) -> dict[str, Tensor]:

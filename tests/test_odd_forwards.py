@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zshard
 import zshard.comm
-import zshard.transport
+import zshard.transports.transport
 from zshard.leaf import as_autograd_sees
 from zshard.wrap import schedule_of
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zshard
 import zshard.comm
-import zshard.transport
+import zshard.transports.transport
 from zshard.structure import tensors_in
 
 # --- what comes in -------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import Record, Wrapped, adamw, assert_same_bits, kFewSteps, train
 
 import zshard
-from zshard import peer
 from zshard.master import Master
+from zshard.transports import peer
 from zshard.wrap import schedule_of
 
 kStrategies = ["zero1", "zero2", "zero3", "ddp"]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 from zshard import ops
-from zshard.neighbours import Neighbours
+from zshard.transports.neighbours import Neighbours
 from zshard.wrap import schedule_of
 
 kVictim = 1

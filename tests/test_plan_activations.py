@@ -20,7 +20,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
-from zshard.gpt import GPT, GPTConfig
+from zshard.training.gpt import GPT, GPTConfig
 
 kPolicies = {
     "fp32": zshard.Precision(),

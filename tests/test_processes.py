@@ -16,11 +16,11 @@ import torch.distributed as dist
 from ranks import RankFailure, run_ranks
 
 import zshard
-from zshard import processes
 from zshard.comm import Comm
-from zshard.groups import Ranks
-from zshard.processes import Life, Processes
 from zshard.tag import Tag
+from zshard.transports import processes
+from zshard.transports.groups import Ranks
+from zshard.transports.processes import Life, Processes
 
 _CPU = torch.device("cpu")
 _TAG = Tag(3, "gather", "blocks.0")
@@ -104,7 +104,7 @@ def test_an_error_of_gloo_names_the_rank_that_ended() -> None:
 
 def hosts(rank: int, world_size: int) -> list[bool]:
     """On two hosts, as far as the ranks can tell, nobody looks for processes."""
-    from zshard import groups
+    from zshard.transports import groups
 
     groups._host = lambda: f"host {rank % 2}"
     over = Ranks(dist.group.WORLD, _CPU)
@@ -145,7 +145,7 @@ def test_a_descriptor_that_a_script_has_closed_is_no_end_of_a_rank() -> None:
 _AT_EXIT = """
 import atexit, os
 atexit.register(lambda: print(found.ended(), os.fstat(fd).st_nlink))
-from zshard.processes import Life, Processes
+from zshard.transports.processes import Life, Processes
 fd = os.pidfd_open(os.getppid())
 found = Processes(["rank 0"], [Life(os.getppid(), fd)])
 """

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zshard
 from zshard.dcp import chunks_to_read, write_items
 from zshard.layout import Layout
-from zshard.simulated import SimulatedRanks
+from zshard.transports.simulated import SimulatedRanks
 from zshard.wrap import schedule_of
 
 kRanks = 1024

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import Record, assert_close, assert_same_bits
 
 import zshard
-from zshard import ops, symmetric, transport
-from zshard.groups import Ranks
-from zshard.shared import Arena
-from zshard.symmetric import Extent, SymmetricRanks
+from zshard import ops
+from zshard.transports import symmetric, transport
+from zshard.transports.groups import Ranks
+from zshard.transports.shared import Arena
+from zshard.transports.symmetric import Extent, SymmetricRanks
 
 kDeadline = 30.0  # seconds of a barrier
 

@@ -16,7 +16,7 @@ from traced import bytes_by_op, check, trained
 
 import zshard
 from zshard.tag import Tag
-from zshard.trace import Event
+from zshard.tracing.trace import Event
 from zshard.wrap import schedule_of
 
 

@@ -18,8 +18,8 @@ from traced import check
 
 import zshard
 from zshard import session
-from zshard.clock import Clock
-from zshard.trace import Trace
+from zshard.tracing.clock import Clock
+from zshard.tracing.trace import Trace
 from zshard.wrap import schedule_of
 
 pytestmark = pytest.mark.usefixtures("over_the_group")  # GPUs go over it

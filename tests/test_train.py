@@ -12,12 +12,12 @@ from train_command import TINY, as_ranks, launched, losses, ran, write_text
 
 import zshard
 from zshard.checkpoint.inspect import summarize
-from zshard.data import Corpus, find_files
 from zshard.errors import InputError
-from zshard.gpt import GPT
-from zshard.job import Job, Place
-from zshard.options import TrainOptions, changes_on_resume, resolve
-from zshard.train import Run, TrainError, train
+from zshard.training.data import Corpus, find_files
+from zshard.training.gpt import GPT
+from zshard.training.job import Job, Place
+from zshard.training.options import TrainOptions, changes_on_resume, resolve
+from zshard.training.train import Run, TrainError, train
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_resume_refuses_what_would_change_the_curve(
     resumed = resolve({"resume": out, "steps": 10, "batch": 3})
     assert (resumed.steps, resumed.ranks, resumed.layers) == (10, 2, 2)
     saved = replace(resumed, width=None)
-    monkeypatch.setattr("zshard.options.options_of", lambda origin: saved)
+    monkeypatch.setattr("zshard.training.options.options_of", lambda origin: saved)
     with pytest.raises(InputError, match=r"--width 64: .* trained without it; leave"):
         resolve({"resume": out, "width": 64, "steps": 10})
     with pytest.raises(InputError, match=r"holds a run already"):

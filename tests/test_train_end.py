@@ -15,11 +15,11 @@ import pytest
 from train_command import DEADLINE, TINY, command, environment, losses, write_text
 
 import zshard
-from zshard.job import STOPPED, Place
-from zshard.launch import LOST_PEER, describe_failure
-from zshard.metrics import read_metrics
-from zshard.options import TrainOptions, resolve
-from zshard.train import Run, train
+from zshard.training.job import STOPPED, Place
+from zshard.training.launch import LOST_PEER, describe_failure
+from zshard.training.metrics import read_metrics
+from zshard.training.options import TrainOptions, resolve
+from zshard.training.train import Run, train
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -9,12 +9,12 @@ import torch
 from ranks import run_ranks
 
 import zshard
-from zshard.data import Corpus, find_files
-from zshard.gpt import GPT, SIZES, GPTConfig, generate
-from zshard.job import Job, Place
-from zshard.metrics import MetricsLog, StepMetrics, plot_loss, read_metrics
-from zshard.options import TrainOptions
-from zshard.output import output_folder
+from zshard.training.data import Corpus, find_files
+from zshard.training.gpt import GPT, SIZES, GPTConfig, generate
+from zshard.training.job import Job, Place
+from zshard.training.metrics import MetricsLog, StepMetrics, plot_loss, read_metrics
+from zshard.training.options import TrainOptions
+from zshard.training.output import output_folder
 
 
 def test_a_batch_is_a_function_of_seed_step_micro_step_and_rank_alone() -> None:

@@ -11,12 +11,12 @@ from train_command import TINY, as_ranks, losses, ran, write_text
 
 import zshard
 from zshard.errors import InputError
-from zshard.job import Job, Place
-from zshard.metrics import MetricsLog, StepMetrics, Validation
-from zshard.options import resolve
-from zshard.resume import FOLDER
-from zshard.scalars import Scalars
-from zshard.steptrace import StepTrace, make_folder
+from zshard.training.job import Job, Place
+from zshard.training.metrics import MetricsLog, StepMetrics, Validation
+from zshard.training.options import resolve
+from zshard.training.resume import FOLDER
+from zshard.training.scalars import Scalars
+from zshard.training.steptrace import StepTrace, make_folder
 
 
 @pytest.fixture(scope="module")

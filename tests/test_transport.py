@@ -16,9 +16,9 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
-from zshard import discovery, transport
 from zshard.comm import Comm
 from zshard.tag import Tag
+from zshard.transports import discovery, transport
 from zshard.wrap import schedule_of
 
 

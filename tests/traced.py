@@ -12,8 +12,8 @@ from steps import build, one_step
 from torch import nn
 
 import zshard
-from zshard.trace import Trace
-from zshard.trace_path import critical_path, pieces
+from zshard.tracing.path import critical_path, pieces
+from zshard.tracing.trace import Trace
 
 
 def trained(**options: object) -> tuple[nn.Module, Callable[[int, int], None]]:

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch.distributed import TCPStore
 
 from zshard import cli
-from zshard.metrics import Validation, read_metrics
+from zshard.training.metrics import Validation, read_metrics
 
 DEADLINE = 120  # seconds for one run of the command, most of it the start of Python
 TINY = ["--device", "cpu", "--layers", "2", "--width", "36", "--heads", "3", "--seq", "24"]

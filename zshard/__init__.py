@@ -27,8 +27,8 @@ from .planning import Alternative, Fit, Link, Machine, Plan, plan
 from .precision import Precision
 from .scaler import GradScaler
 from .session import method, no_sync, reset, stats, trace
-from .trace import Trace
-from .trace_file import merge_traces
+from .tracing.file import merge_traces
+from .tracing.trace import Trace
 from .whole import full_grad, full_param, full_params, local_shards, mark_updated
 from .whole_state import state_dict
 from .wrap import wrap

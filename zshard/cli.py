@@ -15,17 +15,17 @@ import torch.distributed as dist
 
 from . import _C, bench
 from .checkpoint.command import add_ckpt, run_ckpt
-from .data import check_size, find_files
 from .errors import CommError, Error, InputError
-from .gpt import SIZES
-from .job import Place, choose_device
-from .launch import LOST_PEER, InterruptedJob, choose_ranks, launch
-from .options import TrainOptions, resolve
-from .output import check_output
 from .planning.command import add_plan, run_plan
-from .steptrace import make_folder
 from .strategy import zero_name
-from .trainplan import plan_of
+from .training.data import check_size, find_files
+from .training.gpt import SIZES
+from .training.job import Place, choose_device
+from .training.launch import LOST_PEER, InterruptedJob, choose_ranks, launch
+from .training.options import TrainOptions, resolve
+from .training.output import check_output
+from .training.steptrace import make_folder
+from .training.trainplan import plan_of
 
 _FAILED, _USAGE = 1, 2  # exit statuses
 
@@ -100,7 +100,7 @@ def _train(given: dict[str, object], arguments: Sequence[str], place: Place | No
         raise InputError(
             f"--ranks {given['ranks']}: this job was started with {place.world_size} ranks"
         )
-    from .train import train
+    from .training.train import train
 
     return train(options, place)
 

@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .counters import CommStats
 from .errors import CommError, Error
-from .groups import Ranks
 from .handle import Handle
-from .mesh import groups_of
-from .messages import Together, Work
 from .named_errors import NamedErrors
 from .phase import require_untransformed
 from .refusal import Refusal
-from .simulated import ranks_of
 from .streams import Lane
 from .tag import Tag
-from .trace import Trace
-from .trace_records import Transfer
-from .transport import (
+from .tracing.records import Transfer
+from .tracing.trace import Trace
+from .transports.groups import Ranks
+from .transports.mesh import groups_of
+from .transports.messages import Together, Work
+from .transports.simulated import ranks_of
+from .transports.transport import (
     Transport,
     agree_on_transport,
     asked_for,

@@ -29,8 +29,8 @@ from .boxes import Box, boxes_of
 from .checkpoint.inventory import saved_range
 from .errors import StateError
 from .param import Sharded
-from .simulated import require_real
 from .storage import storage_of
+from .transports.simulated import require_real
 
 
 def write_items(sharded: Sharded, name: str) -> list[WriteItem]:

@@ -18,11 +18,11 @@ from . import ops
 from .comm import Comm
 from .errors import CommError
 from .flat import Flat
-from .groups import Ranks, Rows
 from .handle import Handle
 from .pool import Pool, Scratch
 from .streams import Mark, compute_waits
 from .tag import Tag
+from .transports.groups import Ranks, Rows
 
 
 class Stage(NamedTuple):

@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 from .errors import CommError
-from .groups import Ranks
-from .messages import Work
 from .streams import Mark, compute_waits
-from .trace_records import Transfer
+from .tracing.records import Transfer
+from .transports.groups import Ranks
+from .transports.messages import Work
 
 if TYPE_CHECKING:
     from .comm import Comm

@@ -27,10 +27,10 @@ from .buffers import persistent_buffers
 from .comm import Comm
 from .errors import InputError, WrapError
 from .init_calls import Guard, RandomNumbers
-from .mesh import groups_of
 from .param import user_attributes
 from .refusal import together
 from .tag import Tag
+from .transports.mesh import groups_of
 from .unitmap import Owned, UnitSpec, owned_parameters
 
 InitFn = Callable[[nn.Module], object]

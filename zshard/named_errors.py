@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .errors import CommError, Error
-from .neighbours import Missed
+from .transports.neighbours import Missed
 
 if TYPE_CHECKING:
     from .comm import Comm

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import cast
 
 from .errors import CommError
-from .peer import PeerRanks
 from .schedule import LIVE, Schedule
 from .tag import Tag
+from .transports.peer import PeerRanks
 from .updates import Tally
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from . import errors
 from .errors import Error, WrapError
-from .shared import NoSharedMemory
+from .transports.shared import NoSharedMemory
 
 if TYPE_CHECKING:
     from .comm import Comm

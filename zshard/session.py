@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from .clock import Clock
 from .counters import CommStats
 from .errors import CommError, InputError, StateError
 from .recovery import has_given_up, recover
-from .trace import Trace
+from .tracing.clock import Clock
+from .tracing.trace import Trace
 from .wrap import schedule_of
 
 

@@ -26,10 +26,10 @@ from .pool import Pool
 from .precision import Precision
 from .reduction import scratch_sizes
 from .refusal import Refusal, attempt, raise_together
-from .shared import NoSharedMemory
 from .strategy import Strategy
 from .tag import Tag
-from .transport import say_fallback
+from .transports.shared import NoSharedMemory
+from .transports.transport import say_fallback
 from .unitmap import Owned, UnitSpec, flat_groups, owned_parameters
 
 

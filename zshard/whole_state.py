@@ -10,7 +10,7 @@ from torch import nn
 from .errors import StateError
 from .flat import Flat
 from .schedule import Schedule
-from .simulated import require_real
+from .transports.simulated import require_real
 from .whole import gathered
 from .wrap import schedule_of
 

@@ -35,7 +35,7 @@ from .schedule import Schedule
 from .sharding import Sharder
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
-from .transport import Transport
+from .transports.transport import Transport
 from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
 

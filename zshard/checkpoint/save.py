@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import CommError, InputError, StateError
 from ..schedule import Schedule
-from ..simulated import require_real
+from ..transports.simulated import require_real
 from ..wrap import schedule_of
 from . import catalogue
 from .held import HeldWhole

@@ -17,7 +17,7 @@ from .. import bench
 from ..errors import InputError
 from ..precision import Precision
 from ..strategy import zero_name
-from ..transport import Transport
+from ..transports.transport import Transport
 from .fit import STRATEGIES
 from .footprint import STATES
 from .machine import MACHINES, Link

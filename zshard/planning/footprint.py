@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import NamedTuple
 
-from ..groups import chunk_rows
 from ..layout import Layout, Local, Range, aligned
 from ..precision import Dtypes
 from ..strategy import Strategy
+from ..transports.groups import chunk_rows
 
 # fp32 states of an element, by the name of the optimizer.
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}

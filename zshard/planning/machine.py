@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
 from ..files import write_whole
-from ..transport import Transport
+from ..transports.transport import Transport
 from .work import Call, Work
 
 _LINKS = ("gather", "reduce", "network", "shared")

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import InputError
 from ..precision import Precision
 from ..strategy import Choice, zero_name
-from ..transport import Transport
+from ..transports.transport import Transport
 from .check import check
 from .fit import Alternative, Fit, alternatives, fit
 from .footprint import (

@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..layout import Layout
 from ..precision import Precision
 from ..strategy import Choice, strategy_of
-from ..transport import Transport
+from ..transports.transport import Transport
 from ..unitmap import Units, UnitSpec, check_kinds, flat_groups, unit_map
 from .fit import require_bytes
 from .footprint import (

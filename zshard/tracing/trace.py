@@ -19,13 +19,13 @@ from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from ..errors import StateError
 from .clock import Clock, Stamp
-from .errors import StateError
-from .trace_phases import LANES, Phases, Told
-from .trace_records import Event, Label, Stall, Transfer, Unfinished, wait_for
+from .phases import LANES, Phases, Told
+from .records import Event, Label, Stall, Transfer, Unfinished, wait_for
 
 if TYPE_CHECKING:
-    from .trace_summary import Summary
+    from .summary import Summary
 
 __all__ = ["Event", "Stall", "Trace", "Transfer"]
 
@@ -113,7 +113,7 @@ class Trace:
         Raises:
             InputError: for a path that cannot be written. StateError: inside the context.
         """
-        from .trace_file import save
+        from .file import save
 
         self._require_ended("save")
         save(self, path)
@@ -124,7 +124,7 @@ class Trace:
         Raises:
             StateError: inside the context.
         """
-        from .trace_summary import summarize
+        from .summary import summarize
 
         self._require_ended("summary")
         return summarize(self)
@@ -136,7 +136,7 @@ class Trace:
             InputError: for a path that cannot be written. StateError: inside the context.
             MissingPackage: without matplotlib.
         """
-        from .trace_plot import plot
+        from .plot import plot
 
         self._require_ended("plot")
         plot(self, path)

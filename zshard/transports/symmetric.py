@@ -22,13 +22,13 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import ops
-from .errors import WrapError
+from .. import ops
+from ..errors import WrapError
+from ..layout import aligned
+from ..streams import Mark, compute_waits, mark_here
 from .groups import Ranks
-from .layout import aligned
 from .messages import Work
 from .neighbours import Missed, timeout_of
-from .streams import Mark, compute_waits, mark_here
 
 _Made = TypeVar("_Made")
 # Channels of barriers. What is mailed is gathered on any lane, so beside what others lend.

@@ -17,10 +17,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from ..tag import Tag
 from .groups import Ranks, gather_objects
 from .processes import Processes
 from .shared import Arena, Window
-from .tag import Tag
 
 _SLICE_SECONDS = 0.05  # of a wait, between looks at whether the others are alive
 _MAILBOX_BYTES = 1 << 20  # of each rank

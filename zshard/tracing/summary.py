@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
+from .path import OUTSIDE, Piece, critical_path, pieces
 from .trace import Trace
-from .trace_path import OUTSIDE, Piece, critical_path, pieces
 
 _REST = "(other)"  # the row of what belongs to no unit: meetings, the norm, buffers
 _SHOWN = 12  # rows of the path and of the stalls in a table

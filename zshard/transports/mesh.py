@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import InputError
+from ..errors import InputError
 
 
 def _require_one_order(mesh: DeviceMesh) -> None:

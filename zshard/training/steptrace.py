@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import nn
 
-from .errors import InputError
+from ..errors import InputError
+from ..session import trace
+from ..tracing.file import merge_traces
+from ..tracing.trace import Trace
 from .job import Job
-from .session import trace
-from .trace import Trace
-from .trace_file import merge_traces
 
 # The first steps learn the order of collectives, and allocate; those after them are alike.
 _SKIPPED, _STEPS = 2, 5

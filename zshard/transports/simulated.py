@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .errors import StateError
+from ..errors import StateError
 from .groups import Ranks
 from .messages import Work
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .errors import InputError
+from ..errors import InputError
 
 VOCABULARY = 256  # one token per byte value
 _ROTARY_BASE = 10_000.0

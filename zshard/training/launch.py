@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import Error, InputError
+from ..errors import Error, InputError
 from .job import PR_SET_PDEATHSIG, STOPPED, choose_device
 
 LOST_PEER = 3  # exit status of a rank that only noticed another one's end

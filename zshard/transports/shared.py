@@ -22,8 +22,8 @@ from typing import NoReturn
 
 import torch
 
-from . import _C
-from .errors import WrapError
+from .. import _C
+from ..errors import WrapError
 from .groups import Ranks
 from .processes import descriptor_path
 

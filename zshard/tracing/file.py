@@ -13,10 +13,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from .errors import InputError
-from .files import write_whole
+from ..errors import InputError
+from ..files import write_whole
+from .records import TRACKS, Event, Stall, Transfer
 from .trace import Trace
-from .trace_records import TRACKS, Event, Stall, Transfer
 
 # Beyond every process's number, and the threads' of all ranks differ: Perfetto puts a thread 0, and
 # one with its process's number, together as that process's main thread.

@@ -9,14 +9,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from .errors import PlanError
+from ..errors import PlanError
+from ..ledger import KINDS
+from ..memory_use import memory
+from ..planning import Plan, plan
+from ..planning.report import report
 from .gpt import GPT
-from .ledger import KINDS
-from .memory_use import memory
 from .metrics import StepMetrics
 from .options import TrainOptions
-from .planning import Plan, plan
-from .planning.report import report
 
 _LEARNING = 2  # steps that agree on an order, and allocate; those after them are alike
 

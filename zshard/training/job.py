@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from .errors import CommError, InputError
+from ..errors import CommError, InputError
 
 # Exit status of a job that SIGTERM stopped and that has saved all it did: 128 + 15, as of a process
 # that SIGTERM ended. To Slurm and Kubernetes the job is not complete, and may be started again.

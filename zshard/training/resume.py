@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from .checkpoint import latest
-from .checkpoint.inspect import is_checkpoint, list_folder, summarize
-from .checkpoint.manifest import Json
-from .errors import InputError
+from ..checkpoint import latest
+from ..checkpoint.inspect import is_checkpoint, list_folder, summarize
+from ..checkpoint.manifest import Json
+from ..errors import InputError
 
 FOLDER = "checkpoints"  # in a run's output folder
 _PROGRAM = "zshard train"

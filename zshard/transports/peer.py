@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import ops
+from .. import ops
 from .groups import Ranks
 from .messages import Work
 from .neighbours import Neighbours

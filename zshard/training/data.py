@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from ..errors import InputError
 
 _VALIDATION_SHARE = 0.05
 _NOT_LIBRARY_CODE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}

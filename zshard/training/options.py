@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
-from .errors import InputError
+from ..errors import InputError
+from ..precision import Precision
 from .gpt import SIZES, GPTConfig
-from .precision import Precision
 from .resume import FOLDER, Origin, find_origin
 
 _WARMUP_SHARE, _FINAL_LR_SHARE = 0.05, 0.1

@@ -13,8 +13,8 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
+from .records import Stall, Transfer
 from .trace import Trace
-from .trace_records import Stall, Transfer
 
 OUTSIDE = "outside"  # the phase of what lies in no phase of a unit: the loss, the data, the user's
 

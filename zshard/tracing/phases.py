@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .clock import Stamp
-from .trace_records import Event, Stall, Transfer
+from .records import Event, Stall, Transfer
 
 # What was told: the name of a method of Phases, and its arguments.
 Told = tuple[Any, ...]

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ..errors import WrapError
 from .control import control_group
 from .discovery import find_each_other
-from .errors import WrapError
 from .messages import Messenger, Together, Work
 
 if TYPE_CHECKING:
+    from ..tag import Tag
     from .neighbours import Neighbours
     from .processes import Processes
-    from .tag import Tag
 
 # torch 2.13 renamed these, and warns at every call by the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

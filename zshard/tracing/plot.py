@@ -5,11 +5,11 @@ from __future__ import annotations
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from .errors import MissingPackage
-from .files import write_whole
+from ..errors import MissingPackage
+from ..files import write_whole
+from .path import OUTSIDE, pieces
+from .records import TRACKS
 from .trace import Trace
-from .trace_path import OUTSIDE, pieces
-from .trace_records import TRACKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import cast
 
-from .errors import InputError
+from ..errors import InputError
 from .job import Job
 from .metrics import read_metrics
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from .errors import InputError
-from .files import write_whole
+from ..errors import InputError
+from ..files import write_whole
 from .scalars import Scalars
 
 

@@ -17,8 +17,10 @@ from tqdm import tqdm
 
 import zshard
 
+from ..errors import Error, InputError
+from ..planning import Plan
+from ..streams import upload
 from .data import Batch, Corpus, find_files
-from .errors import Error, InputError
 from .gpt import GPT, generate
 from .job import STOPPED, Job, Place, choose_device
 from .metrics import (
@@ -33,11 +35,9 @@ from .metrics import (
 )
 from .options import TrainOptions, changes_on_resume, options_of
 from .output import output_folder
-from .planning import Plan
 from .resume import FOLDER, Origin, Progress, find_origin
 from .scalars import Scalars
 from .steptrace import StepTrace
-from .streams import upload
 from .trainplan import announce, compare, plan_of
 
 _MAX_GRAD_NORM = 1.0

@@ -1,0 +1,1 @@
+"""What ``zshard train`` runs: a byte-level GPT, its data, its loop, its files."""

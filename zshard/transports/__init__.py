@@ -1,0 +1,1 @@
+"""What carries collectives below comm.py's seam: process groups, and memory that ranks share."""
