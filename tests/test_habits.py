@@ -283,8 +283,9 @@ def different_options(rank: int, world_size: int) -> str:
 
 def test_ranks_that_wrap_with_different_options_are_told_which() -> None:
     for message in run_ranks(different_options, 2):
-        assert "rank 0: precision=Precision(compute=None" in message
-        assert "rank 1: precision=Precision(compute=torch.bfloat16" in message
+        ours, theirs = message.split("different options: precision: ")[1].split("; ")
+        assert ours.startswith("Precision(compute=None") and ours.endswith("on ranks [0]")
+        assert theirs.startswith("Precision(compute=torch.bf") and theirs.endswith("on ranks [1]")
 
 
 def dropped_model(rank: int, world_size: int) -> bool:
