@@ -254,3 +254,12 @@ def test_bad_layouts_raise_the_packages_own_error():
         _C.flat_layout([1], 0)
     with pytest.raises(InputError, match=r"rank 2 is not in \[0, 2\)"):
         _C.flat_layout([1], 2).intersection(0, 2)
+
+
+def test_every_folder_of_the_package_is_in_the_wheel():
+    """An installation from the source tree, as the tests have, would not miss one."""
+    root = Path(__file__).parent.parent
+    folders = {path.parent.relative_to(root) for path in (root / "zshard").rglob("*.py")}
+    named = (root / "pyproject.toml").read_text().partition("packages = [")[2].partition("]")[0]
+    wanted = {"zshard.benchmarks", *(".".join(folder.parts) for folder in folders)}
+    assert set(re.findall(r'"([\w.]+)"', named)) == wanted
