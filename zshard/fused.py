@@ -20,6 +20,7 @@ from .copies import refuse_parameters_of_a_copy
 from .errors import OptimizerError
 from .flat import Flat
 from .leaf import LiveLeaf
+from .optim_states import as_sharded, check_fits, sharded_like, slice_of, with_step
 from .param import Sharded
 from .schedule import LIVE, Schedule
 from .updates import note_states, note_step
@@ -192,7 +193,7 @@ class FusedOptimizer(Optimizer):
         found: dict[Flat, int] = {}
         for flat, state in states:
             if flat is not None and flat.schedule is schedule:
-                storage = _slice_of(state).untyped_storage()
+                storage = slice_of(state).untyped_storage()
                 if storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     found[flat] = found.get(flat, 0) + storage.nbytes()
@@ -211,7 +212,7 @@ class FusedOptimizer(Optimizer):
         found = super().state_dict()
         params = self._numbered(found)
         found["state"] = {
-            key: _sharded_like(params[key], values) if isinstance(key, int) else values
+            key: sharded_like(params[key], values) if isinstance(key, int) else values
             for key, values in found["state"].items()
         }
         settings = self._torch_settings() | _TORCH_LAUNCHES
@@ -239,9 +240,10 @@ class FusedOptimizer(Optimizer):
             )
         numbered = self._numbered(state_dict)
         saved = {
-            numbered[number]: _with_step(values) for number, values in state_dict["state"].items()
+            numbered[number]: with_step(values) for number, values in state_dict["state"].items()
         }
-        self._check_state(saved)
+        for param, values in saved.items():
+            check_fits(param, values, self.state.get(param, {}))
         groups = [self.own_settings(group) for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._built_for = []
@@ -270,75 +272,18 @@ class FusedOptimizer(Optimizer):
         foreign = fixed.keys() | _TORCH_LAUNCHES.keys()
         return {name: value for name, value in group.items() if name not in foreign}
 
-    def _check_state(self, saved: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
-        for param, values in saved.items():
-            for name, own in self.state.get(param, {}).items():
-                if name not in values or not _fits(values[name], own, param):
-                    label, due = str(tuple(param.shape)), own.shape
-                    if isinstance(param, Sharded):
-                        label = param.fqn
-                    elif own.ndim == 1:
-                        due = param.shape
-                    got = str(tuple(values[name].shape)) if name in values else "nothing"
-                    if isinstance(values.get(name), Sharded):
-                        got += ", cut into other shards"
-                    raise OptimizerError(
-                        f"state {name!r} of {label}: expected {tuple(due)}, got {got}. "
-                        "Shards fit the same model, unit map and number of ranks; others take "
-                        "whole tensors, or load by torch.distributed.checkpoint."
-                    )
-
     def _restore(self, states: Saved) -> None:
         for param, values in states:
             own = self.state.get(param)
             if not own:  # frozen since; it may be trained again
-                self.state[param] = {name: _slice_of(value) for name, value in values.items()}
+                self.state[param] = {name: slice_of(value) for name, value in values.items()}
             elif own.keys() <= values.keys():
                 for name, state in own.items():
-                    _as_sharded(param, state).copy_(_as_sharded(param, values[name]))
+                    as_sharded(param, state).copy_(as_sharded(param, values[name]))
 
 
 # What torch.optim's groups say beside the rule: by which kernels it is carried out.
 _TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-
-
-def _with_step(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``values``, with the step that torch.optim.SGD does not count: its momentum has begun."""
-    if values.keys() != {"momentum_buffer"}:
-        return values
-    return {**values, "step": torch.ones((), dtype=torch.int64, device="cpu")}
-
-
-def _sharded_like(param: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
-    """States of ``param`` as a state_dict has them."""
-    counted = {name: value.float() for name, value in values.items() if name == "step"}
-    return {name: _as_sharded(param, value) for name, value in values.items()} | counted
-
-
-def _as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value``, or what a state's memory is to others: sharded, or whole, like ``param``."""
-    if isinstance(value, Sharded) or value.ndim != 1:
-        return value
-    if not isinstance(param, Sharded):  # the whole state, in the parameter's memory order
-        return value.as_strided(param.shape, param.stride())
-    if value.numel() != param._numel():  # whole
-        return value
-    return Sharded(value, param.flat, param.segment)
-
-
-def _slice_of(value: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a sharded state; other states as they are."""
-    return value.local if isinstance(value, Sharded) else value
-
-
-def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether ``value`` can be copied into the state ``own`` of ``param``."""
-    if isinstance(value, Sharded):
-        return isinstance(param, Sharded) and own.ndim == 1 and value.lines_up_with(param)
-    if own.ndim == 1 and not isinstance(param, Sharded):
-        return value.shape == param.shape
-    # A step is 0-d, in torch.optim too.
-    return value.shape == own.shape or (own.ndim == 1 and value.shape == param.shape)
 
 
 def _is_trained(param: torch.Tensor) -> bool:
