@@ -20,25 +20,16 @@ do: that ends the step there, too, and all come to the same next phase.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
-from weakref import WeakValueDictionary
 
 from .comm import Comm
 from .crew import Crew
 from .errors import StateError
-from .meeting import Ask, Message, refuse, refuse_but_who_left, refuse_trained, trained_names
+from .meeting import Ask, Message, meetings_of, refuse, refuse_trained, trained_names
 from .program import Key, Op, Programs, Run, Turn, leads_to
 from .tag import Tag
 from .unit import State, Unit
 from .updates import NOTHING, Tally
-
-# The agreements of all models that are wrapped over the same ranks, by number. A rank may be asked
-# to take part in the gather of one model when it is about to begin a phase of another.
-_AGREEMENTS: WeakValueDictionary[tuple[object, int], Agreement] = WeakValueDictionary()
-_COUNTS: Counter[object] = Counter()
-# The ``Comm.ranks`` of models whose forward has raised here, until something is begun with them.
-_LEFT: set[object] = set()
 
 
 class Agreement:
@@ -69,9 +60,8 @@ class Agreement:
         self._ahead: list[Unit] = []  # gathered ahead, in order, and not needed yet
         # Whether ranks have left a program, and so meet at the end of phases as well.
         self._loose = False
-        self.number = _COUNTS[comm.ranks]
-        _COUNTS[comm.ranks] += 1
-        _AGREEMENTS[comm.ranks, self.number] = self
+        self._meetings = meetings_of(comm)
+        self.number = self._meetings.join(self)
 
     # --- phases ----------------------------------------------------------------------------------
 
@@ -115,10 +105,10 @@ class Agreement:
             changes=tally.changes,
             checksum=tally.checksum,
             buffers=int(buffers),
-            left=int(self._comm.ranks in _LEFT),
+            left=int(self._meetings.left),
         )
         messages = self._meet(mine, label)
-        _LEFT.discard(self._comm.ranks)
+        self._meetings.left = False
         if self._run.to_be_learned:
             self._learn()
         if ask is Ask.CALL and len({message.about for message in messages}) > 1:
@@ -158,7 +148,7 @@ class Agreement:
         """An exception leaves the phase; see [Note: after an exception] in backward.py."""
         self._run.aborted = True
         if self._run.key[:1] == (Ask.FORWARD,):
-            _LEFT.add(self._comm.ranks)
+            self._meetings.left = True
 
     def abandon(self) -> None:
         """Forget what is left of a phase that was aborted."""
@@ -285,26 +275,10 @@ class Agreement:
     # --- meetings --------------------------------------------------------------------------------
 
     def _meet(self, mine: Message, label: str) -> list[Message]:
-        """Bring ``mine``; return when it is served, or all ranks are about to begin something."""
-        while True:
-            words = self._comm.all_gather_words(mine, Tag(self._crew.step, "agree", label))
-            if mine.ask not in (Ask.GATHER, Ask.READY) and words.count([*mine]) == len(words):
-                return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
-            messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]
-            asking = [m for m in messages if m.ask in (Ask.GATHER, Ask.READY)]
-            if not asking:
-                if len({(message.model, message.ask) for message in messages}) == 1:
-                    return messages
-                self._run.to_be_learned = False
-                refuse_but_who_left(self._comm, label, mine, messages)
-                continue
-            for model in sorted({message.model for message in asking}):
-                _AGREEMENTS[self._comm.ranks, model]._serve(mine, messages)
-            if mine in asking:
-                return messages
+        return self._meetings.meet(self._comm, mine, Tag(self._crew.step, "agree", label))
 
-    def _serve(self, mine: Message, messages: Sequence[Message]) -> None:
-        """Carry out what ranks ask for of this model."""
+    def serve(self, mine: Message, messages: Sequence[Message]) -> None:
+        """Carry out what ranks ask for of this model in a meeting; see ``Meetings.meet``."""
         run = self._run
         run.to_be_learned = True
         self._loose = self._loose or run.follows
@@ -325,6 +299,10 @@ class Agreement:
             else:
                 self._crew.join(unit)
 
+    def forgo_learning(self) -> None:
+        """Learn nothing of the phase: the ranks go on from different things, or not at all."""
+        self._run.to_be_learned = False
+
     def _learn(self) -> None:
         """Make the program of the phase that every rank has ended; none if one has aborted it."""
         run = self._run
@@ -341,5 +319,5 @@ class Agreement:
         self._names = ""
 
     def _refuse(self, label: str) -> None:
-        self._run.to_be_learned = False
+        self.forgo_learning()
         refuse(self._comm, label)

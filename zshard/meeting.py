@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
+from weakref import WeakValueDictionary
 
 from .comm import Comm
 from .errors import MismatchError
@@ -26,6 +27,7 @@ class Ask(enum.IntEnum):
     READY = 7
 
 
+_NEEDS = frozenset((Ask.GATHER, Ask.READY))
 _OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD, Ask.RENEW))
 
 
@@ -46,6 +48,77 @@ class Message(NamedTuple):
     def tally(self) -> Tally:
         """What the rank has changed since the ranks last compared it."""
         return Tally(self.changes, self.checksum)
+
+
+class Member(Protocol):
+    """A model's part in the meetings: its agreement."""
+
+    def serve(self, mine: Message, messages: Sequence[Message]) -> None:
+        """Carry out what ``messages``, one of each rank, ask for of this model."""
+
+    def forgo_learning(self) -> None:
+        """The ranks are about to begin different things."""
+
+
+class Meetings:
+    """Where the ranks of all models that are wrapped over the same ones meet.
+
+    A rank may be asked to take part in the gather of one model when it is about to begin a phase of
+    another.
+
+    Attributes:
+        left: whether this rank has left a forward by an exception, and begun nothing since.
+    """
+
+    def __init__(self) -> None:
+        self.left = False
+        self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
+        self._joined = 0
+
+    def join(self, member: Member) -> int:
+        """Let ``member`` be asked; its number, which it has on every rank."""
+        number = self._joined
+        self._joined += 1
+        self._members[number] = member
+        return number
+
+    def meet(self, comm: Comm, mine: Message, tag: Tag) -> list[Message]:
+        """Bring ``mine``; return when it is served, or all ranks are about to begin something.
+
+        Args:
+            comm: of the model that ``mine`` is about.
+            tag: its ``unit`` is what errors call ``mine``.
+
+        Returns:
+            What each rank has brought.
+
+        Raises:
+            MismatchError: as ``refuse_but_who_left``.
+        """
+        while True:
+            words = comm.all_gather_words(mine, tag)
+            if mine.ask not in _NEEDS and words.count([*mine]) == len(words):
+                return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
+            messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]
+            asking = [message for message in messages if message.ask in _NEEDS]
+            if not asking:
+                if len({(message.model, message.ask) for message in messages}) == 1:
+                    return messages
+                self._members[mine.model].forgo_learning()
+                refuse_but_who_left(comm, tag.unit, mine, messages)
+                continue
+            for model in sorted({message.model for message in asking}):
+                self._members[model].serve(mine, messages)
+            if mine in asking:
+                return messages
+
+
+_MEETINGS: dict[object, Meetings] = {}  # by ``Comm.ranks``
+
+
+def meetings_of(comm: Comm) -> Meetings:
+    """The meetings of all models that are wrapped over the ranks of ``comm``."""
+    return _MEETINGS.setdefault(comm.ranks, Meetings())
 
 
 def tell(comm: Comm, label: str) -> str:
