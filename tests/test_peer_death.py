@@ -94,12 +94,12 @@ def arm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, phase: str) ->
 
 def dies(rank: int, world_size: int, phase: str, folder: str) -> None:
     if phase == "wrap" and rank == kVictim:
-        made = shared.Arena._extend
+        allocated = shared.SharedArena.allocate
 
-        def extend(arena: shared.Arena, part: int) -> object:
-            return die() if part > shared._SMALL else made(arena, part)
+        def allocate(arena: shared.SharedArena, part: int) -> object:
+            return die() if part > shared._SMALL else allocated(arena, part)
 
-        shared.Arena._extend = extend
+        shared.SharedArena.allocate = allocate
     try:
         model = zshard.wrap(models.build("odd_parameters"), comm="peer")
         if phase == "wrap":

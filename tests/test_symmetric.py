@@ -22,10 +22,11 @@ from training import Record, assert_close, assert_same_bits
 
 import zshard
 from zshard import ops
-from zshard.transports import symmetric, transport
+from zshard.transports import symmetric_memory, transport
 from zshard.transports.groups import Ranks
-from zshard.transports.shared import Arena
-from zshard.transports.symmetric import Extent, SymmetricRanks
+from zshard.transports.shared import SharedArena
+from zshard.transports.symmetric import SymmetricRanks
+from zshard.transports.symmetric_memory import Joined
 
 kDeadline = 30.0  # seconds of a barrier
 
@@ -45,8 +46,8 @@ class Double:
         self.made.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
-    def join(self, own: torch.Tensor, ranks: Ranks) -> Extent:
-        arena = Arena(ranks)
+    def join(self, own: torch.Tensor, ranks: Ranks) -> Joined:
+        arena = SharedArena(ranks)
         rows = arena.window(own.numel()).rows
         channels = [arena.window(64) for _ in range(3)]
 
@@ -60,7 +61,7 @@ class Double:
             presence.depart()
             self._at_barrier()
 
-        return Extent([torch.frombuffer(row.numpy(), dtype=torch.uint8) for row in rows], barrier)
+        return Joined([torch.frombuffer(row.numpy(), dtype=torch.uint8) for row in rows], barrier)
 
 
 def take(double: Double) -> None:
@@ -172,7 +173,7 @@ def made(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     double = Double()
     ranks = SymmetricRanks(dist.group.WORLD, torch.device("cpu"), double)
     wrong = []
-    megabyte, half = 1 << 20, symmetric._EXTENT_BYTES // 2
+    megabyte, half = 1 << 20, symmetric_memory._EXTENT_BYTES // 2
     lent = [
         ranks.empty(numel, torch.uint8)
         for numel in (64, 100, 2 * half, half, 5 * megabyte, half - 64, 128, 64)
@@ -198,7 +199,7 @@ def test_all_rows_are_read_where_nccl_would_sum_them() -> None:
 
 
 def test_what_is_lent_shares_extents_and_overlaps_nothing() -> None:
-    small, five = symmetric._EXTENT_BYTES, 5 << 20
+    small, five = symmetric_memory._EXTENT_BYTES, 5 << 20
     for extents, wrong in run_ranks(made, 2):
         assert extents == [small, small, five, small]
         assert wrong == []
@@ -219,7 +220,7 @@ class Stingy(Double):
         self.refuse("allocate", nbytes, ranks)
         return super().allocate(nbytes, ranks)
 
-    def join(self, own: torch.Tensor, ranks: Ranks) -> Extent:
+    def join(self, own: torch.Tensor, ranks: Ranks) -> Joined:
         extent = super().join(own, ranks)
         self.refuse("join", own.numel(), ranks)
         return extent

@@ -58,7 +58,7 @@ class Ranks:
         backend: its name, for ``device``.
         nccl: whether NCCL carries the collectives of ``device``, or would, if they are simulated.
         control: a group whose collectives run on the host.
-        in_memory: whether ranks read each other's memory (peer.py), and nothing is sent.
+        in_memory: whether ranks read each other's memory (in_memory.py), and nothing is sent.
         read_by_waiter: whether it is the host that does, when it waits.
         neighbours: where the ranks meet that also wrap models over shared memory; else None.
         found: their processes, or why these were not found; None where nobody has looked.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..tag import Tag
 from .groups import Ranks, gather_objects
 from .processes import Processes
-from .shared import Arena, Window
+from .shared import SharedArena, SharedWindow
 
 _SLICE_SECONDS = 0.05  # of a wait, between looks at whether the others are alive
 _MAILBOX_BYTES = 1 << 20  # of each rank
@@ -52,9 +52,9 @@ class Neighbours:
         self.failed = ""
         self._ranks, self._processes = ranks, processes
         self._seconds = timeout_of(group, ranks.device).total_seconds()
-        self._arena = Arena(ranks)
+        self._arena = SharedArena(ranks)
         self._mailbox = self._arena.window(_MAILBOX_BYTES)
-        self._sums: dict[int, Window] = {}  # by bytes
+        self._sums: dict[int, SharedWindow] = {}  # by bytes
         self._summing: dict[int, _Sum] = {}  # the last of each
         notes = self._arena.window(_NOTE_BYTES)
         self._notes = notes.rows.numpy()
@@ -209,7 +209,7 @@ class Neighbours:
         mark = _FAILED.decode()
         return any(self._noted(rank).startswith(mark) for rank in range(self._ranks.size))
 
-    def recover(self, arenas: Iterable[Arena], mine: object) -> list[object]:
+    def recover(self, arenas: Iterable[SharedArena], mine: object) -> list[object]:
         """Begin anew where ranks have given up; all come here, through the process group.
 
         Args:
@@ -241,7 +241,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 class _Sum:
     def __init__(
-        self, over: Neighbours, window: Window, value: torch.Tensor, maximum: bool
+        self, over: Neighbours, window: SharedWindow, value: torch.Tensor, maximum: bool
     ) -> None:
         self._over, self._window, self._maximum = over, window, maximum
         self._value: torch.Tensor | None = value  # until it is complete

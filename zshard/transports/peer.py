@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 from .. import ops
-from .groups import Ranks
+from .arena import COPIED
+from .in_memory import InMemoryRanks
 from .messages import Work
 from .neighbours import Neighbours
-from .shared import Arena, Window
-
-_COPIED = torch.float32  # any dtype of the ops: a shard's bytes are copied, 64 or a multiple
+from .shared import SharedArena, SharedWindow
 
 
-class PeerRanks(Ranks):
+class PeerRanks(InMemoryRanks[SharedWindow]):
     """Ranks of one host that read each other's memory; one for each model."""
 
-    in_memory = read_by_waiter = True
+    read_by_waiter = True
+    arena: SharedArena
     neighbours: Neighbours
 
     def __init__(
@@ -36,18 +36,9 @@ class PeerRanks(Ranks):
     ) -> None:
         super().__init__(group, device)
         self.neighbours = neighbours
-        # What is lent, of all ranks; its windows go with the model, and at once.
-        self.arena = Arena(weakref.proxy(self))
-        # What a gather reads of every rank, by window and this rank's first byte.
-        self._shards: dict[tuple[Window, int], list[torch.Tensor]] = {}
+        self.arena = SharedArena(weakref.proxy(self))
 
     # --- what is lent ----------------------------------------------------------------------------
-
-    def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
-        """(numel,) that the other ranks can read. All ranks have to ask for the same."""
-        window = self.arena.window(numel * dtype.itemsize)
-        window.whole = whole
-        return window.own.view(dtype)
 
     def sends(self, op: str) -> bool:
         """Nothing."""
@@ -64,27 +55,13 @@ class PeerRanks(Ranks):
 
     def release(self, lent: torch.Tensor) -> None:
         """Say that this rank has read what others lend where it lends ``lent``."""
-        self._find(lent)[0].presence.depart()
-
-    def give_back(self, lent: torch.Tensor) -> None:
-        """Need ``lent`` no longer; others still may, and have it mapped themselves."""
-        self.arena.give_back(lent)
-
-    def leave(self) -> None:
-        """Lend nothing any more; nobody reads."""
-        self._shards.clear()
-        self.arena.close()
+        self.find(lent)[0].presence.depart()
 
     def rows_for_me(self, packed: torch.Tensor) -> torch.Tensor | None:
         """(N, S): what every rank has packed for this one, in this rank's ``packed`` (N * S,)."""
-        window, begin = self._find(packed)
+        window, begin = self.find(packed)
         rows = window.rows[:, begin : begin + packed.nbytes].view(packed.dtype)
         return rows.view(self.size, self.size, -1)[:, self.rank]
-
-    def _find(self, lent: torch.Tensor) -> tuple[Window, int]:
-        found = self.arena.find(lent)
-        assert found is not None, "every buffer that is exchanged is made by `empty`"
-        return found
 
     # --- collectives -----------------------------------------------------------------------------
 
@@ -104,24 +81,17 @@ class PeerRanks(Ranks):
 
     def read(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """End a gather: wait until all lend their shards, and copy them."""
-        window, begin = self._find(shard)
+        window, begin = self.find(shard)
         with self.neighbours:
             self.neighbours.wait(window.presence.await_arrivals)
-            if (shards := self._shards.get((window, begin))) is None:
-                step = shard.nbytes if window.whole else 0
-                begins = [begin + (rank - self.rank) * step for rank in range(self.size)]
-                shards = self._shards[window, begin] = [
-                    row[at : at + shard.nbytes].view(_COPIED)
-                    for row, at in zip(window.rows, begins, strict=True)
-                ]
-            ops.gather_cast_(full.view(_COPIED), shards)
+            ops.gather_cast_(full.view(COPIED), window.shards(begin, shard.nbytes))
             window.presence.depart()
 
     def start_exchange(
         self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
     ) -> Work | None:
         """Lend ``packed``; ``chunks`` are the others', where they lie."""
-        window, _ = self._find(packed)
+        window, _ = self.find(packed)
         with self.neighbours:
             window.presence.arrive()
             return _Arrivals(self.neighbours, window)
@@ -151,7 +121,7 @@ class _Gather(NamedTuple):
 
 class _Arrivals(NamedTuple):
     over: Neighbours
-    window: Window
+    window: SharedWindow
 
     def wait(self) -> bool:
         self.over.wait(self.window.presence.await_arrivals)

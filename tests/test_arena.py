@@ -1,0 +1,93 @@
+"""Where windows lie in memory that ranks allocate together."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from zshard.transports.arena import COPIED, Arena, Extent, Window
+
+kSmall, kRank, kRanks = 1024, 1, 3
+
+
+class Plain(Arena[Window]):
+    """Of ranks that are all here."""
+
+    def __init__(self, overhead: int) -> None:
+        super().__init__(kSmall, overhead)
+        self.gap, self.made = overhead, list[int]()
+
+    def allocate(self, part: int) -> Extent[Window]:
+        self.made.append(part)
+        parts = torch.zeros(kRanks, part, dtype=torch.uint8)
+
+        def cut(begin: int, nbytes: int) -> Window:
+            return Window(parts[:, begin + self.gap : begin + self.gap + nbytes], kRank)
+
+        return Extent(parts[kRank], cut)
+
+
+@pytest.mark.parametrize("overhead", [0, 64])
+def test_windows_of_any_size_have_their_bytes_for_themselves(overhead: int) -> None:
+    chance, arena = random.Random(overhead), Plain(overhead)
+    sizes = [chance.choice((0, 1, 63, 64, 65, 200, 896, 960, 1024, 1025, 5000)) for _ in range(200)]
+    windows = [arena.window(nbytes) for nbytes in sizes]
+    for number, (window, nbytes) in enumerate(zip(windows, sizes, strict=True)):
+        assert window.rows.shape == (kRanks, nbytes)
+        assert window.own.data_ptr() % 64 == 0 or nbytes == 0
+        window.rows.fill_(number)
+    for number, window in enumerate(windows):
+        assert (window.rows == number).all(), sizes[number]
+
+
+def test_a_tensor_is_found_in_its_window_at_its_byte() -> None:
+    chance, arena = random.Random(3), Plain(64)
+    windows = [arena.window(chance.choice((64, 100, 500, 3000))) for _ in range(50)]
+    for window in windows:
+        begin = chance.randrange(window.own.numel())
+        found = arena.find(window.own[begin:])
+        assert found is not None
+        assert found[0] is window
+        assert found[1] == begin
+    assert arena.find(torch.zeros(4)) is None
+    assert arena.find(windows[0].own[:0]) is None
+
+
+def test_small_windows_share_extents_and_a_large_one_is_given_back() -> None:
+    arena = Plain(0)
+    small, large = arena.window(64), arena.window(2 * kSmall)
+    rest = [arena.window(320) for _ in range(4)]
+    assert arena.made == [kSmall, 2 * kSmall, kSmall]
+    for window in (small, large, *rest):
+        arena.give_back(window.own)
+    assert arena.find(large.own) is None
+    assert all(arena.find(window.own) is not None for window in (small, *rest))
+    arena.give_back(torch.zeros(4))  # not of the arena
+    arena.close()
+    assert arena.find(small.own) is None
+
+
+@pytest.mark.parametrize("overhead", [0, 64])
+def test_there_is_room_exactly_where_nothing_is_allocated(overhead: int) -> None:
+    arena = Plain(overhead)
+    assert not arena.has_room(64)
+    for _ in range(60):
+        room, before = arena.has_room(64), len(arena.made)
+        arena.window(64)
+        assert room == (len(arena.made) == before)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_gather_reads_every_ranks_shard(whole: bool) -> None:
+    """A full buffer holds this rank's shard at its place; other buffers are shards."""
+    window = Plain(64).window(kRanks * 128)
+    window.whole = whole
+    window.rows.copy_(torch.arange(kRanks).view(-1, 1) * 100 + torch.arange(kRanks * 128) // 128)
+    shards = window.shards(kRank * 128, 128)
+    expected = [100 * rank + (rank if whole else kRank) for rank in range(kRanks)]
+    assert [shard.dtype for shard in shards] == [COPIED] * kRanks
+    assert [shard.view(torch.uint8).tolist() for shard in shards] == [
+        [value % 256] * 128 for value in expected
+    ]
