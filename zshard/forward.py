@@ -142,7 +142,7 @@ class ForwardHooks:
     def _end(self, output: object) -> object:
         """End what ``_begin`` has begun, or a method."""
         self._root.check_unwritten()
-        output = self._root.copy_lent(output)
+        output = self._root.copy_views(output)
         if self._crew.phase is Phase.FORWARD:
             self._agreement.finish()
             self._backward.forwards.note(self._agreement.needed, self._crew.gathered, self.order)

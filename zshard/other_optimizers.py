@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .batches import has_grad
 from .errors import OptimizerError
 from .fused import FusedOptimizer
-from .lent import refuse_lost_step
 from .param import Sharded
+from .stand_ins import refuse_lost_step
 from .updates import note_step
 
 # What of a group says how a step is computed, and not which step.

@@ -84,7 +84,7 @@ class Unit:
         self._gathers: list[Handle] = []
         self._last_gather = Tag(0, "gather", self.label)
         self._holds: list[int] = []  # Flat.version of the values being, or last, gathered
-        # zero3 at N > 1: the full buffer is lent by the pool, for as long as the unit is gathered.
+        # zero3 at N > 1: the full buffer is the pool's, for as long as the unit is gathered.
         self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
         for flat in self.flats:
             flat.unit_label = self.label
@@ -297,8 +297,8 @@ class Unit:
                 ``args``.
         """
         self.check_unwritten()
-        output = self.copy_lent(output)
-        if self._needs_slot and any(map(self._lent(), tensors_in((output, args)))):
+        output = self.copy_views(output)
+        if self._needs_slot and any(map(self._is_view(), tensors_in((output, args)))):
             raise ShardedAccessError(
                 f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "
                 "that it returns, or in a container that came in; the parameter's memory is about "
@@ -306,15 +306,15 @@ class Unit:
             )
         return output
 
-    def copy_lent(self, output: object) -> object:
+    def copy_views(self, output: object) -> object:
         """``output`` with copies of what lies in the full buffer.
 
         A module may return (a view of) its own parameter, as learned positions do.
         """
-        lent = self._lent()
-        return map_tensors(lambda tensor: tensor.clone() if lent(tensor) else tensor, output)
+        is_view = self._is_view()
+        return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
-    def _lent(self) -> Callable[[torch.Tensor], bool]:
+    def _is_view(self) -> Callable[[torch.Tensor], bool]:
         return lying_in([f.full.base for f in self.flats if f.full.base is not None])
 
     # --- gradients -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Whole tensors out of shards: parameters, gradients, and a context that lends them to the modules.
+"""Whole tensors out of shards: parameters, gradients, and a context with them in the modules.
 
 All of these are collectives: every rank of the mesh has to call them.
 """
@@ -15,10 +15,10 @@ from . import same_model
 from .digest import digest
 from .errors import InputError, StateError
 from .flat import Flat
-from .lent import lend, take_back
 from .param import Sharded, user_attributes
 from .schedule import Schedule
 from .slices import own_slice
+from .stand_ins import put_in, take_out
 from .tag import Tag
 from .unit import State
 from .wrap import schedule_of
@@ -88,23 +88,23 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     if schedule.whole:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     schedule.begin_call("full_params")
-    lent = [[_lend(flat, schedule) for flat in unit.flats] for unit in schedule.units]
-    given = [whole for params in lent for flat_params in params for whole in flat_params]
+    wholes = [[_stand_ins(flat, schedule) for flat in unit.flats] for unit in schedule.units]
+    given = [whole for params in wholes for flat_params in params for whole in flat_params]
     versions = [flat.version for flat in schedule.flats]
     schedule.whole = True
     try:
         for each, param in zip(given, schedule.parameters(), strict=True):
-            lend(each, param)
-        for unit, params in zip(schedule.units, lent, strict=True):
+            put_in(each, param)
+        for unit, params in zip(schedule.units, wholes, strict=True):
             if unit.state is not State.SHARDED and not unit.strategy.resident:
                 unit.reshard()
             unit.hold(params)
         yield model
-        taken = _taken(schedule, lent)
+        taken = _taken(schedule, wholes)
     finally:
         schedule.whole = False
         for each in given:
-            take_back(each)
+            take_out(each)
         for unit in schedule.units:
             unit.hold([flat.params for flat in unit.flats])
     if write and versions != [flat.version for flat, _ in taken]:
@@ -123,16 +123,16 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 
 def _taken(
-    schedule: Schedule, lent: list[list[list[nn.Parameter]]]
+    schedule: Schedule, wholes: list[list[list[nn.Parameter]]]
 ) -> list[tuple[Flat, list[nn.Parameter]]]:
-    """What is in the modules now: what was lent, or other parameters put in its place."""
-    given = {id(param) for params in lent for whole in params for param in whole}
-    for unit, params in zip(schedule.units, lent, strict=True):
+    """What is in the modules now: what was put in, or other parameters put in its place."""
+    given = {id(param) for params in wholes for whole in params for param in whole}
+    for unit, params in zip(schedule.units, wholes, strict=True):
         for place in unit.places:
             now = place.module._parameters.get(place.attribute)
             if now is not None and id(now) not in given:  # load_state_dict(assign=True)
                 params[place.flat][place.segment] = now
-    return list(zip(schedule.flats, [whole for params in lent for whole in params], strict=True))
+    return list(zip(schedule.flats, [whole for params in wholes for whole in params], strict=True))
 
 
 def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -> None:
@@ -211,20 +211,20 @@ def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
     return view.clone(memory_format=torch.preserve_format)
 
 
-def _lend(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
+def _stand_ins(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
     owned = flat.master.read()
     full = gathered(flat, owned, schedule)
     if full is owned and flat.dtypes.param == full.dtype:
         full = full.clone()  # what is written in there is no new value of the master
     full = full.to(flat.dtypes.param)
-    lent = []
+    made = []
     for segment, param, trained in zip(
         flat.layout.segments, flat.params, flat.trained, strict=True
     ):
         whole = nn.Parameter(segment.view_of(full), requires_grad=trained)
         whole.__dict__.update(user_attributes(param))
-        lent.append(whole)
-    return lent
+        made.append(whole)
+    return made
 
 
 def _take_back(flat: Flat, whole: list[nn.Parameter]) -> None:
@@ -236,7 +236,7 @@ def _take_back(flat: Flat, whole: list[nn.Parameter]) -> None:
                 begin, end, _ = flat.local(index)
                 master = flat.master.read(begin, end)
                 bits = torch.int16  # so that a NaN, too, is what it was
-                lent = master.to(given.dtype)
-                left = given.contiguous().view(bits) == lent.view(bits)
+                before = master.to(given.dtype)
+                left = given.contiguous().view(bits) == before.view(bits)
                 given = torch.where(left, master, given.to(master.dtype))
             param.copy_(Sharded(given, flat, index))

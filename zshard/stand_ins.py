@@ -1,4 +1,4 @@
-"""Which whole parameters ``full_params`` has lent, so that no optimizer's step on them is lost.
+"""Whole parameters that stand in for sharded ones in ``full_params``; no step on them gets lost.
 
 Inside, the modules hold Parameters of their own, without gradients, which the model does not look
 at any more once the context has ended. An optimizer over them would change nothing without a word.
@@ -14,8 +14,8 @@ from .param import Sharded
 
 # Of each whole parameter that a context has in the modules now, by id: itself, and the sharded one.
 # No weak reference meanwhile, with which torch.utils.swap_tensors would refuse it.
-_LENT: dict[int, tuple[torch.Tensor, Sharded]] = {}
-_TAKEN_BACK = WeakTensorKeyDictionary()  # of those whose context has ended, as long as they live
+_STANDING_IN: dict[int, tuple[torch.Tensor, Sharded]] = {}
+_TAKEN_OUT = WeakTensorKeyDictionary()  # of those whose context has ended, as long as they live
 
 _REMEDY = (
     "An optimizer that needs whole matrices takes whole tensors of your own: "
@@ -25,15 +25,15 @@ _REMEDY = (
 )
 
 
-def lend(whole: torch.Tensor, sharded: Sharded) -> None:
-    """Note that ``whole`` stands for ``sharded``, until it is taken back."""
-    _LENT[id(whole)] = whole, sharded
+def put_in(whole: torch.Tensor, sharded: Sharded) -> None:
+    """Note that ``whole`` stands in for ``sharded``, until it is taken out."""
+    _STANDING_IN[id(whole)] = whole, sharded
 
 
-def take_back(whole: torch.Tensor) -> None:
+def take_out(whole: torch.Tensor) -> None:
     """Note that the model does not look at ``whole`` any more."""
-    _LENT.pop(id(whole), None)
-    _TAKEN_BACK[whole] = True
+    _STANDING_IN.pop(id(whole), None)
+    _TAKEN_OUT[whole] = True
 
 
 def refuse_lost_step(param: torch.Tensor, *, has_closure: bool) -> None:
@@ -43,16 +43,16 @@ def refuse_lost_step(param: torch.Tensor, *, has_closure: bool) -> None:
         has_closure: whether the step calls one, which makes the gradients only then.
 
     Raises:
-        OptimizerError: if ``param`` was lent by a context that has ended, or has no gradient where
-            the sharded parameter has one.
+        OptimizerError: if the context in which ``param`` stood in has ended, or if it has no
+            gradient where the sharded parameter has one.
     """
-    if param in _TAKEN_BACK:
+    if param in _TAKEN_OUT:
         raise OptimizerError(
             f"the optimizer's parameter of shape {tuple(param.shape)} is one that "
             "zshard.full_params lent while it lasted: the model would not see this step. To train "
             "a model of your own on it, clone it. " + _REMEDY
         )
-    _, sharded = _LENT.get(id(param), (None, None))
+    _, sharded = _STANDING_IN.get(id(param), (None, None))
     if sharded is None or has_closure:
         return
     if param.grad is None and sharded.grad is not None:
