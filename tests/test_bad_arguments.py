@@ -1,14 +1,16 @@
-"""Arguments of the wrong kind, or out of range: an error of zshard's that shows the value."""
+"""Arguments of the wrong kind or out of range, calls past the module: an error that shows it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import models
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from steps import build, one_step
-from torch import nn
+from torch import Tensor, nn
 
 import zshard
 from zshard.wrap import schedule_of
@@ -101,6 +103,48 @@ def test_a_sharded_tensor_has_no_memory_that_others_could_be_given() -> None:
 def test_forward_past_the_module_is_told_how_to_be_called() -> None:
     with pytest.raises(zshard.ShardedAccessError, match=r"model\(\.\.\.\), not model\.forward"):
         build().forward(torch.ones(2, 3))
+
+
+class Outside(models.Blocks):
+    """Uses a parameter of a block in its own forward, while that block's unit is sharded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.blocks[1].up.bias.sum()
+
+
+class Past(models.Blocks):
+    """Calls its blocks' forward, and so none of their hooks, as transformers' SqueezeBERT does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+def used_outside_its_unit(rank: int, world_size: int, kind: type[nn.Module]) -> tuple[str, bool]:
+    """What a parameter used outside its unit's forward raises, and whether one unit runs it."""
+    model = zshard.wrap(kind(), init="broadcast")
+    batch = torch.ones(1, 3)
+    try:
+        model(batch)
+        message = "no error"
+    except zshard.ShardedAccessError as error:
+        message = str(error)
+    one_unit = zshard.wrap(kind(), units="model", init="broadcast")
+    return message, bool(torch.isfinite(one_unit(batch)).all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Outside, "blocks.1.up.bias"), (Past, "blocks.0.norm.weight")]
+)
+def test_a_parameter_used_outside_its_units_forward_is_refused_by_name(
+    kind: type[nn.Module], name: str
+) -> None:
+    for message, runs_as_one_unit in run_ranks(used_outside_its_unit, 2, kind):
+        assert name in message and "outside the module of its unit" in message
+        assert "module(...), not module.forward(...)" in message
+        assert runs_as_one_unit
 
 
 @pytest.mark.parametrize(

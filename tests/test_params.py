@@ -262,32 +262,6 @@ def test_a_gradient_for_what_is_no_parameter_is_refused_and_not_lost() -> None:
         detached.grad = torch.ones(detached.shape)
 
 
-class Outside(models.Blocks):
-    """Uses a parameter of a block in its own forward, while that block's unit is sharded."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.blocks[1].up.bias.sum()
-
-
-def used_outside_its_unit(rank: int, world_size: int) -> tuple[str, bool]:
-    """What a parameter used outside its unit's forward raises, and whether one unit runs it."""
-    model = zshard.wrap(Outside())
-    batch = torch.ones(1, 3)
-    try:
-        model(batch)
-        message = "no error"
-    except zshard.ShardedAccessError as error:
-        message = str(error)
-    one_unit = zshard.wrap(Outside(), units="model", init="broadcast")
-    return message, bool(torch.isfinite(one_unit(batch)).all())
-
-
-def test_a_parameter_used_outside_its_units_forward_is_refused_by_name() -> None:
-    for message, runs_as_one_unit in run_ranks(used_outside_its_unit, 2):
-        assert "blocks.1.up.bias" in message and "outside the module of its unit" in message
-        assert runs_as_one_unit
-
-
 @pytest.mark.parametrize("read", [zshard.full_param, zshard.full_grad], ids=["param", "grad"])
 def test_an_unknown_name_is_refused_with_the_name(read: object) -> None:
     model = zshard.wrap(models.build("blocks"))

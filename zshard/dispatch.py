@@ -176,12 +176,16 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
 
 
 def _remedy(param: Sharded) -> str:
+    label = param.flat.unit_label
     unit = (
-        f"is used outside the module of its unit {param.flat.unit_label!r}: make the module that "
+        f"is used outside the module of its unit {label!r}: make the module that "
         "uses it a unit (zshard.wrap(units=...))"
     )
     if param.flat.schedule.crew.phase is not Phase.IDLE:
-        return f"It {unit}."
+        return (
+            f"It {unit}. Or else the forward of {label!r} was called past the module: "
+            "module(...), not module.forward(...), gathers."
+        )
     return (
         "Work on whole parameters inside zshard.full_params(model), with write=True to change "
         "them. In a forward, that was called past the module (model(...), not model.forward(...), "
