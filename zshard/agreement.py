@@ -293,14 +293,14 @@ class Agreement:
                 self._reduce(index)
         for index in dict.fromkeys(m.unit for _, m in own if m.ask is Ask.GATHER):
             unit = self._units[index]
-            wanted = mine == Message(self.number, Ask.GATHER, index)
+            wanted = (mine.model, mine.ask, mine.unit) == (self.number, Ask.GATHER, index)
             if wanted and unit.state is State.SHARDED:
                 self._crew.gather(unit)
             else:
                 self._crew.join(unit)
 
     def forgo_learning(self) -> None:
-        """Learn nothing of the phase: the ranks go on from different things, or not at all."""
+        """Learn nothing of the last phase; see ``meeting.forgo_learning``."""
         self._run.to_be_learned = False
 
     def _learn(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn, Protocol
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn, Protocol, cast
 from weakref import WeakValueDictionary
 
 from .comm import Comm
@@ -43,6 +44,7 @@ class Message(NamedTuple):
     checksum: int = 0
     buffers: int = 0  # 1: the rank's buffers may have changed
     left: int = 0  # 1: the rank has left a forward by an exception, and begun nothing since
+    there: int = 0  # checksum of the numbers of the models that the rank has not deleted
 
     @property
     def tally(self) -> Tally:
@@ -57,7 +59,7 @@ class Member(Protocol):
         """Carry out what ``messages``, one of each rank, ask for of this model."""
 
     def forgo_learning(self) -> None:
-        """The ranks are about to begin different things."""
+        """Learn nothing of the last phase."""
 
 
 class Meetings:
@@ -93,24 +95,29 @@ class Meetings:
             What each rank has brought.
 
         Raises:
-            MismatchError: as ``refuse_but_who_left``.
+            MismatchError: as ``refuse_but_who_left`` and ``refuse_deleted``.
         """
         while True:
+            members = dict(self._members)  # none of which goes before it has served
+            mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))
             words = comm.all_gather_words(mine, tag)
             if mine.ask not in _NEEDS and words.count([*mine]) == len(words):
                 return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
             messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]
             asking = [message for message in messages if message.ask in _NEEDS]
-            if not asking:
-                if len({(message.model, message.ask) for message in messages}) == 1:
+            if asking:
+                asked = sorted({message.model for message in asking})
+                if len({message.there for message in messages}) > 1:
+                    refuse_deleted(comm, asked, members)
+                for model in asked:
+                    members[model].serve(mine, messages)
+                if mine in asking:
                     return messages
-                self._members[mine.model].forgo_learning()
-                refuse_but_who_left(comm, tag.unit, mine, messages)
-                continue
-            for model in sorted({message.model for message in asking}):
-                self._members[model].serve(mine, messages)
-            if mine in asking:
+            elif len({(message.model, message.ask) for message in messages}) == 1:
                 return messages
+            else:
+                forgo_learning(members)
+                refuse_but_who_left(comm, tag.unit, mine, messages)
 
 
 _MEETINGS: dict[object, Meetings] = {}  # by ``Comm.ranks``
@@ -119,6 +126,33 @@ _MEETINGS: dict[object, Meetings] = {}  # by ``Comm.ranks``
 def meetings_of(comm: Comm) -> Meetings:
     """The meetings of all models that are wrapped over the ranks of ``comm``."""
     return _MEETINGS.setdefault(comm.ranks, Meetings())
+
+
+def forgo_learning(members: Mapping[int, Member]) -> None:
+    """Forget what every model's last phase was, as the ranks go on from different ones."""
+    for member in members.values():
+        member.forgo_learning()
+
+
+def refuse_deleted(comm: Comm, asked: Sequence[int], members: Mapping[int, Member]) -> None:
+    """Refuse to go on where a rank has deleted a model that is ``asked`` for; all come here.
+
+    Args:
+        members: the models that this rank has.
+
+    Raises:
+        MismatchError: on every rank.
+    """
+    everyone = comm.all_gather_object(set(members), Tag(0, "agree", "models"))
+    rows = [(rank, cast("set[int]", each)) for rank, each in enumerate(everyone)]
+    for number in asked:
+        if ranks := [rank for rank, there in rows if number not in there]:
+            forgo_learning(members)
+            raise MismatchError(
+                f"wrapped model {number} has been deleted on ranks {ranks}, while others still "
+                "need a unit of it. Delete a model only behind a later forward of another, or a "
+                "later call of zshard that all ranks make."
+            )
 
 
 def tell(comm: Comm, label: str) -> str:
