@@ -56,6 +56,8 @@ class Backward:
         self._reducer = schedule.reducer
         self._trained_changed = False
         self.current: Unit | None = None
+        self._announced: list[Unit] = []  # that one, those around it, and who shares its output
+        self._recomputed: set[Unit] = set()  # since then
         self.sync = True
         self._reduces = True  # what ``sync`` was as the last backward began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
@@ -77,6 +79,9 @@ class Backward:
         if unit is self.current and unit.state is State.GATHERED:
             return  # another output of the same call
         self.current = unit
+        self._recomputed.clear()
+        self._announced = [u for u in self._announced if u.encloses(unit) or unit.encloses(u)]
+        self._announced.append(unit)
         self._crew.end_backward()
         for other in self._units[1:]:
             # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
@@ -86,6 +91,18 @@ class Backward:
         self._schedule.obtain(unit)
         self._crew.enter("backward", unit)
         self._agreement.look_ahead()
+
+    def recomputed(self, unit: Unit) -> None:
+        """Activation checkpointing has run the forward of ``unit`` again.
+
+        A region of several units recomputes them all before autograd goes on in the one that was
+        announced. If a later one has pushed that out, nothing else gathers it again.
+        """
+        self._recomputed.add(unit)
+        unit.in_use = unit in self._announced  # else it gives way to the others of the region
+        for due in self._announced:
+            if due in self._recomputed and due.state is State.SHARDED:
+                self._schedule.obtain(due)
 
     def _begin(self, first: str, forward: Forward | None = None) -> None:
         """Begin a backward, if it has not begun.
@@ -114,6 +131,8 @@ class Backward:
         self._note_models_beside()
         self.forwards.note_backward()
         self.current = None
+        self._announced.clear()
+        self._recomputed.clear()
         for unit in self._units:
             unit.fired.clear()
             unit.in_use = False  # what forward has left gathered may go
@@ -181,6 +200,12 @@ class Backward:
                 "use_reentrant=False to torch.utils.checkpoint. If backward has taken another way "
                 "than before, repeat the step."
             )
+        if unit.slot_bytes and unit.state is State.SHARDED:
+            raise StateError(
+                f"unit {unit.label!r}: a gradient was made of a parameter while another unit was "
+                "in its memory, so that it may be wrong. Make the two units one "
+                "(zshard.wrap(units=...)), or pass a strategy that keeps whole parameters (zero2)."
+            )
         # The root's reduction is the last in any case, and nothing would hide it.
         if unit is self._root or not unit.all_fired:
             return
@@ -188,6 +213,7 @@ class Backward:
         self._crew.end_backward(unit)
         if unit.may_free_early:
             self._crew.release(unit)
+            self._announced = [other for other in self._announced if other is not unit]
         if self._reduces:
             self._agreement.ready(unit)
         self._crew.resume_backward()

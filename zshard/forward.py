@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from .errors import CommError, MismatchError
 from .hooks import ModuleHook
@@ -182,9 +183,10 @@ class ForwardHooks:
         if schedule.bypassed():
             return None
         if unit.passage.raised:
-            # Inside the root's forward that is the root's to settle, and activation checkpointing
-            # ends its recomputations by one.
-            if self._crew.phase is Phase.IDLE and not inside_backward():
+            # Inside the root's forward that is the root's to settle.
+            if isinstance(sys.exc_info()[1], _StopRecomputationError):
+                self._backward.recomputed(unit)
+            elif self._crew.phase is Phase.IDLE and not inside_backward():
                 unit.passage.forget()
                 self._crew.release(unit)
             return None
@@ -194,9 +196,7 @@ class ForwardHooks:
         output = unit.hand_out(args, output)
         watched = self._watch(unit, output)
         if self._crew.phase is Phase.BACKWARD:
-            # Recomputed by activation checkpointing. Its backward follows soon, so it stays, but
-            # gives way to the other units of a region that spans several.
-            unit.in_use = unit is self._backward.current
+            self._backward.recomputed(unit)  # whose own backward follows soon, so it stays
             return output
         if watched and self._crew.phase is Phase.FORWARD and self._agreement.may_be_last:
             unit.uninstall()

@@ -253,7 +253,8 @@ class Unit:
         owner = self._home.owner if self._home is not None else None
         pinned = self._attached is self._home and not move
         # What was gathered ahead and did not come next gives way. In backward so does a unit whose
-        # checkpointed region is being recomputed: its own recomputation gathers it again.
+        # checkpointed region is being recomputed: its recomputation, or the end of a later one,
+        # gathers it again; see `Backward.recomputed`.
         if owner is not None and (not owner.in_use or (pinned and not owner.encloses(self))):
             owner.reshard()
             owner = None
