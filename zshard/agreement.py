@@ -144,6 +144,14 @@ class Agreement:
                 self._learn()
         run.end()
 
+    def make_way(self) -> None:
+        """Let another model's phase begin inside this one, where ranks may need unlike things.
+
+        One that has gone past its own part of the program would not be found there by the others.
+        """
+        if self._run.program is not None and not self._programs.is_alike(self._run.key):
+            self._take_part_in_the_rest()
+
     def abort(self) -> None:
         """An exception leaves the phase; see [Note: after an exception] in backward.py."""
         self._run.aborted = True

@@ -32,13 +32,14 @@ from .errors import Error, StateError
 from .forward_log import Forward, ForwardLog
 from .meeting import Ask
 from .phase import Phase, inside_backward
+from .recomputation import Recomputation
 from .unit import State, Unit
 
 if TYPE_CHECKING:
     from .schedule import Schedule
 
-# Those of all models that have begun and not ended.
-_BEGUN: weakref.WeakSet[Backward] = weakref.WeakSet()
+# Those of all models that have begun and not ended, in that order.
+_BEGUN: weakref.WeakKeyDictionary[Backward, None] = weakref.WeakKeyDictionary()
 
 
 class Backward:
@@ -56,8 +57,7 @@ class Backward:
         self._reducer = schedule.reducer
         self._trained_changed = False
         self.current: Unit | None = None
-        self._announced: list[Unit] = []  # that one, those around it, and who shares its output
-        self._recomputed: set[Unit] = set()  # since then
+        self._recomputation = Recomputation()
         self.sync = True
         self._reduces = True  # what ``sync`` was as the last backward began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
@@ -79,9 +79,7 @@ class Backward:
         if unit is self.current and unit.state is State.GATHERED:
             return  # another output of the same call
         self.current = unit
-        self._recomputed.clear()
-        self._announced = [u for u in self._announced if u.encloses(unit) or unit.encloses(u)]
-        self._announced.append(unit)
+        self._recomputation.announce(unit)
         self._crew.end_backward()
         for other in self._units[1:]:
             # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
@@ -93,16 +91,9 @@ class Backward:
         self._agreement.look_ahead()
 
     def recomputed(self, unit: Unit) -> None:
-        """Activation checkpointing has run the forward of ``unit`` again.
-
-        A region of several units recomputes them all before autograd goes on in the one that was
-        announced. If a later one has pushed that out, nothing else gathers it again.
-        """
-        self._recomputed.add(unit)
-        unit.in_use = unit in self._announced  # else it gives way to the others of the region
-        for due in self._announced:
-            if due in self._recomputed and due.state is State.SHARDED:
-                self._schedule.obtain(due)
+        """Activation checkpointing has run the forward of ``unit`` again."""
+        for due in self._recomputation.note(unit):
+            self._schedule.obtain(due)
 
     def _begin(self, first: str, forward: Forward | None = None) -> None:
         """Begin a backward, if it has not begun.
@@ -126,13 +117,15 @@ class Backward:
         # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
         # gradient after the other to what is there.
         self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
+        for each in list(_BEGUN):
+            if each is not self and not each.raised:
+                each._agreement.make_way()
         self._meet(self._about(first, forward))
         self._crew.turn_to(Phase.BACKWARD)
         self._note_models_beside()
         self.forwards.note_backward()
         self.current = None
-        self._announced.clear()
-        self._recomputed.clear()
+        self._recomputation.forget()
         for unit in self._units:
             unit.fired.clear()
             unit.in_use = False  # what forward has left gathered may go
@@ -167,10 +160,11 @@ class Backward:
 
     def _note_models_beside(self) -> None:
         """Note whether other models are in their backward meanwhile, on both sides."""
-        beside = [each for each in _BEGUN if each is not self]
+        _BEGUN.pop(self, None)
+        beside = list(_BEGUN)
         for each in (self, *beside):
             each._alone = not beside
-        _BEGUN.add(self)
+        _BEGUN[self] = None
 
     def _finish_at_the_end(self) -> None:
         """Queue ``_finish`` for the end of this backward, if it does not raise."""
@@ -213,17 +207,25 @@ class Backward:
         self._crew.end_backward(unit)
         if unit.may_free_early:
             self._crew.release(unit)
-            self._announced = [other for other in self._announced if other is not unit]
+            self._recomputation.end(unit)
         if self._reduces:
             self._agreement.ready(unit)
         self._crew.resume_backward()
 
-    def _finish(self) -> None:
-        """Free every unit and complete the reductions."""
+    def _close(self) -> None:
+        """Free every unit, and take part in what is left; nothing more of this backward comes."""
         self._crew.end_backward()
         for unit in self._units:
             self._crew.release(unit)
         self._agreement.finish()
+
+    def _finish(self) -> None:
+        """Free every unit and complete the reductions."""
+        # From the last to the first, as other ranks may be in the midst of the last.
+        for each in reversed(list(_BEGUN)):
+            each._close()
+            if each is self:
+                break
         if self._reduces:
             self._crew.end_reductions(lost=self._lost)
             self._lost = False
@@ -231,7 +233,7 @@ class Backward:
             for flat in self._reducer.trained_flats:
                 flat.grads.hold_back()
         self._crew.turn_to(Phase.IDLE)
-        _BEGUN.discard(self)
+        _BEGUN.pop(self, None)
         if self._reduces:
             self._run_hooks()
 
@@ -318,7 +320,7 @@ class Backward:
         """Forget what the next backward would go through."""
         self._crew.leave_all()
         self._crew.turn_to(Phase.IDLE)
-        _BEGUN.discard(self)
+        _BEGUN.pop(self, None)
         self.current = None
         self.forwards.forget()
         self._lost = False
@@ -344,5 +346,5 @@ class Backward:
                 self._reducer.settle()
         elif self._crew.phase is Phase.BACKWARD:
             self._reducer.drop()
-        _BEGUN.discard(self)
+        _BEGUN.pop(self, None)
         self.current = None

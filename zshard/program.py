@@ -108,6 +108,7 @@ class Programs:
     def __init__(self) -> None:
         self._learned: dict[Key, Program] = {}
         self._unsteady: dict[Key, None] = {}  # those seen to go other ways under the same key
+        self._alike: dict[Key, bool] = {}  # whether every rank needed all of it
 
     def of(self, key: Key) -> Program | None:
         """The program that a phase of ``key`` is to follow, if any."""
@@ -122,7 +123,14 @@ class Programs:
     ) -> None:
         """Learn from what a phase of ``key`` has needed; see ``learn``."""
         self._learned[key] = learn(self._learned.pop(key, None), needed, reduced, prefetch)
+        self._alike.pop(key, None)
+        self._alike[key] = all(each == needed[0] for each in needed)
         _keep_latest(self._learned)
+        _keep_latest(self._alike)
+
+    def is_alike(self, key: Key) -> bool:
+        """Whether all ranks needed the same as they learned the program of ``key``."""
+        return self._alike.get(key, False)
 
     def distrust(self, key: Key) -> None:
         """From now on, have no phase of ``key`` follow a program."""
@@ -133,6 +141,7 @@ class Programs:
         """Begin anew."""
         self._learned.clear()
         self._unsteady.clear()
+        self._alike.clear()
 
 
 def _keep_latest(found: dict[Key, Any]) -> None:

@@ -1,0 +1,106 @@
+"""One backward through several models, whose ranks take different units."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import zshard
+
+Loss = Callable[[nn.Module, nn.Module, Tensor], Tensor]
+
+
+class Routed(nn.Module):
+    """Runs the units that `order` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x).tanh()
+        return x
+
+
+kLosses: dict[str, Loss] = {
+    "sum": lambda a, b, x: a(x).square().mean() + b(x).square().mean(),
+    "sum_reversed": lambda a, b, x: b(x).square().mean() + a(x).square().mean(),
+    "chain": lambda a, b, x: b(a(x)).square().mean(),
+    "chain_reversed": lambda a, b, x: a(b(x)).square().mean(),
+    "interleaved": lambda a, b, x: a(b(a(x))).square().mean(),
+}
+
+
+def wrong_gradients(model: nn.Module, plain: nn.Module, world_size: int) -> list[str]:
+    """Parameters whose gradient is not the mean of the plain model's, which may be missing."""
+    wrong = []
+    for name, param in plain.named_parameters():
+        there = torch.tensor([float(param.grad is not None)])
+        mean = torch.zeros_like(param) if param.grad is None else param.grad / world_size
+        dist.all_reduce(there)
+        dist.all_reduce(mean)
+        got = zshard.full_grad(model, name)
+        right = there.item() == 0 if got is None else torch.allclose(got, mean, atol=1e-6)
+        if not right:
+            wrong.append(name)
+    return wrong
+
+
+def jointly(
+    rank: int, world_size: int, comm: str, losses: list[str], routed: str
+) -> list[tuple[int, str]]:
+    """What is wrong, in steps of which all but the first two draw their losses and their units.
+
+    Args:
+        routed: those of the two models, "a" and "b", whose units each rank draws for itself.
+    """
+    common, own = random.Random(3), random.Random(rank)
+    torch.manual_seed(0)
+    plain = {"a": Routed(), "b": Routed()}
+    wrapped = {name: zshard.wrap(copy.deepcopy(each), comm=comm) for name, each in plain.items()}
+    wrong = []
+    for step in range(16):
+        loss = kLosses[common.choice(losses)]
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        for name in plain:
+            drawn = own.choice([(0, 1, 2), (1,), (2, 0)])  # few, so that they come again
+            order = drawn if name in routed and step > 1 else (0, 1, 2)
+            plain[name].order = wrapped[name].order = order
+        for models in (plain, wrapped):
+            loss(models["a"], models["b"], x).backward()
+        for name in plain:
+            wrong += [
+                (step, bad) for bad in wrong_gradients(wrapped[name], plain[name], world_size)
+            ]
+            plain[name].zero_grad()
+            wrapped[name].zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("routed", ["a", "b", "ab"])
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("loss", ["sum", "sum_reversed", "chain", "chain_reversed"])
+def test_ranks_may_take_different_units_of_models_in_one_backward(
+    loss: str, comm: str, routed: str
+) -> None:
+    assert run_ranks(jointly, 2, comm, [loss], routed) == [[], []]
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_losses_may_change_from_step_to_step(comm: str) -> None:
+    losses = ["sum", "sum_reversed", "chain", "chain_reversed"]
+    assert run_ranks(jointly, 3, comm, losses, "ab") == [[], [], []]
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_backward_may_go_through_a_model_before_and_behind_another(comm: str) -> None:
+    assert run_ranks(jointly, 2, comm, ["interleaved"], "") == [[], []]
