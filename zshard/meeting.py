@@ -98,7 +98,7 @@ class Meetings:
             MismatchError: as ``refuse_but_who_left`` and ``refuse_deleted``.
         """
         while True:
-            members = dict(self._members)  # none of which goes before it has served
+            members = dict(self._members.items())  # none goes before it has served
             mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))
             words = comm.all_gather_words(mine, tag)
             if mine.ask not in _NEEDS and words.count([*mine]) == len(words):
