@@ -184,8 +184,9 @@ class ForwardHooks:
             return None
         if unit.passage.raised:
             # Inside the root's forward that is the root's to settle.
-            if isinstance(sys.exc_info()[1], _StopRecomputationError):
-                self._backward.recomputed(unit)
+            if self._crew.phase is Phase.BACKWARD:
+                if isinstance(sys.exc_info()[1], _StopRecomputationError):
+                    self._backward.recomputed(unit)
             elif self._crew.phase is Phase.IDLE and not inside_backward():
                 unit.passage.forget()
                 self._crew.release(unit)
