@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 
 import models
@@ -295,61 +294,3 @@ def alternating(rank: int, world_size: int) -> list[bool]:
 def test_losses_of_two_heads_in_turn_are_two_backwards_that_are_known() -> None:
     for same in run_ranks(alternating, 2):
         assert all(same)
-
-
-def deleted_early(rank: int, world_size: int, comm: str) -> list[object]:
-    """A rank deletes a model in whose forward another one still is, and goes on to the next."""
-    gone, other = zshard.wrap(Blocks(), comm=comm), zshard.wrap(Blocks(), comm=comm)
-    x = batch(rank, 0)
-    found: list[object] = []
-    with torch.no_grad():
-        gone.order = (0,)
-        for _ in range(2):
-            gone(x)
-            found.append(other(x))
-        if rank == 1:
-            gone.order = (0, 1)
-        try:
-            gone(x)
-            del gone
-            gc.collect()
-            other(x)
-        except zshard.MismatchError as error:
-            found.append(str(error))
-        found.append(other(x))
-    return found
-
-
-@pytest.mark.parametrize("comm", ["group", "peer"])
-def test_a_model_that_a_rank_deletes_too_early_is_told_of_on_all(comm: str) -> None:
-    for before, again, message, after in run_ranks(deleted_early, 2, comm):
-        assert "wrapped model 0 has been deleted on ranks [0]" in message
-        assert torch.equal(before, again) and torch.equal(before, after)
-
-
-def unlike_after_leaving(rank: int, world_size: int) -> list[object]:
-    """Ranks begin forwards of different models just after one has left the other's program."""
-    routed, other = zshard.wrap(Blocks()), zshard.wrap(Blocks())
-    x = batch(rank, 0)
-    found: list[object] = []
-    with torch.no_grad():
-        routed.order = (0,)
-        for _ in range(2):
-            found.append(routed(x))
-            other(x)
-        if rank == 1:
-            routed.order = (0, 1)
-        routed(x)  # which rank 1 ends in the meeting of what comes next
-        try:
-            (routed, other)[rank](x)
-        except zshard.MismatchError as error:
-            found.append(str(error))
-        routed.order = (0,)
-        found.append(routed(x))
-    return found
-
-
-def test_ranks_that_differ_after_one_has_left_a_program_come_to_the_same_again() -> None:
-    for before, again, message, after in run_ranks(unlike_after_leaving, 2):
-        assert "about to do different things" in message
-        assert torch.equal(before, again) and torch.equal(before, after)
