@@ -296,21 +296,31 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         default=256,
         help="of a rank's batch: small products are slower (default: 256)",
     )
+    parser.add_argument(
+        "--backend",
+        choices=("nccl", "gloo"),
+        default="nccl" if torch.cuda.is_available() else "gloo",
+        help="nccl: a GPU a rank; gloo: the CPU (default here: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     if min(arguments.ranks, arguments.tokens) < 1:
         parser.error("--ranks and --tokens: whole numbers, 1 or more")
     if not Path(arguments.output).absolute().parent.is_dir():
         parser.error(f"--output {arguments.output}: there is no such folder")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    if arguments.backend == "nccl" and torch.cuda.device_count() < arguments.ranks:
+        parser.error(
+            f"--backend nccl --ranks {arguments.ranks}: NCCL needs a GPU a rank, and there are "
+            f"{torch.cuda.device_count()} here; --backend gloo measures the CPU"
+        )
+    device = torch.device("cuda" if arguments.backend == "nccl" else "cpu")
     torch.set_num_threads(1)
-    facts = {**describe(device), "ranks": arguments.ranks, "backend": "nccl" if cuda else "gloo"}
+    facts = {**describe(device), "ranks": arguments.ranks, "backend": arguments.backend}
     print(f"{headline(facts)}, {arguments.ranks} {facts['backend']} rank(s)")
     found = run_ranks(
         rank_main,
         (device, arguments.tokens, facts, _ROUNDS),
         ranks=arguments.ranks,
-        backend=str(facts["backend"]),
+        backend=arguments.backend,
         device=device,
     )
     machine = Machine.from_dict(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 from collections import defaultdict
 from typing import NamedTuple
@@ -69,10 +70,19 @@ class Kernel(NamedTuple):
         return kRegisters // (kThreads.get(self.name, 256) * per_thread)
 
 
+def the_tool() -> str:
+    """Path of cuobjdump: the package's, or a toolkit's."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-cuobjdump") or []
+    except importlib.metadata.PackageNotFoundError:
+        found = shutil.which("cuobjdump")
+        assert found is not None, "no cuobjdump: pip install zshard[test], or put it on PATH"
+        return found
+    return str(next(file.locate() for file in files if file.name == "cuobjdump"))
+
+
 def cuobjdump(*arguments: str) -> str:
-    files = importlib.metadata.files("nvidia-cuda-cuobjdump") or []
-    tool = next(file.locate() for file in files if file.name == "cuobjdump")
-    command = [str(tool), *arguments, _C.__file__]
+    command = [the_tool(), *arguments, _C.__file__]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

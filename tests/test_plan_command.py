@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import zshard
 from zshard.cli import main
@@ -100,7 +101,9 @@ def test_the_command_measures_this_machine_and_plans_with_it(
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
     monkeypatch.setattr("bench_machine._ROUNDS", 1)  # what it finds is not looked at closely
     path = tmp_path / "machine.json"
-    done = command(*("gpt:tiny", "--world", 2, "--batch", "1x64", "--calibrate", path, "--json"))
+    options = ("--world", 2, "--batch", "1x64", "--backend", "gloo")
+    calibrate = ("--calibrate", path)
+    done = command("gpt:tiny", *options, *calibrate, "--json")
     assert done.returncode == 0, done.stderr
     measured = zshard.Machine.of(path)
     assert measured.facts["ranks"] == 2 and measured.sums_on_host
@@ -113,6 +116,8 @@ def test_the_command_measures_this_machine_and_plans_with_it(
     )
     assert printed["step_seconds"] == expected.step_seconds
     assert {each["change"] for each in printed["alternatives"]} >= {"split master", "strategy ddp"}
+    refused = command("--world", torch.cuda.device_count() + 1, "--backend", "nccl", *calibrate)
+    assert refused.returncode == 2 and "NCCL needs a GPU a rank" in refused.stderr
 
 
 @pytest.mark.parametrize(

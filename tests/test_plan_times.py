@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -187,8 +188,11 @@ def test_the_unit_that_forward_ends_with_is_gathered_once() -> None:
     assert found == {"root": 1, "blocks.0": 1, "blocks.1": 2, "blocks.2": 2}
 
 
+kGpt: dict[str, Any] = {"batch": (1, 64), "machine": machine(), "backend": "gloo"}
+
+
 def gpt_plan(**options: object) -> zshard.Plan:
-    return zshard.plan("gpt:tiny", 8, **{"batch": (1, 64), "machine": machine(), **options})
+    return zshard.plan("gpt:tiny", 8, **{**kGpt, **options})
 
 
 def test_a_slower_network_takes_longer_and_changes_nothing_else() -> None:

@@ -98,7 +98,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         choices=("nccl", "gloo"),
-        help="whose buffers reductions take (default: nccl where this process sees a GPU and the "
+        help="whose buffers reductions take, and what --calibrate measures (default: nccl where this process sees a GPU and the "
         "machine has one, else gloo)",
     )
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
@@ -171,6 +171,8 @@ def run_plan(
         given = ["--ranks", str(world), "--output", calibrate]
         if batch is not None:
             given += ["--tokens", str(math.prod(batch))]
+        if backend is not None:
+            given += ["--backend", backend]
         with redirect_stdout(sys.stderr if as_json else sys.stdout):  # the plan alone is JSON
             bench.run("machine", given)
         machine = calibrate
