@@ -49,6 +49,7 @@ class Backward:
         current: the unit whose backward was announced last.
         forwards: what the next backward may go through.
         sync: False inside no_sync, where gradients stay on the leaves.
+        recomputation: what of the backward under way is run again.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -57,12 +58,11 @@ class Backward:
         self._reducer = schedule.reducer
         self._trained_changed = False
         self.current: Unit | None = None
-        self._recomputation = Recomputation()
         self.sync = True
         self._reduces = True  # what ``sync`` was as the last backward began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: weakref.ref[partial[None]] | None = None
-        self.forwards = ForwardLog()
+        self.forwards, self.recomputation = ForwardLog(), Recomputation()
         self._alone = True  # whether no other model had its backward meanwhile
         self._agreement.before_meeting = self._bring_others_back
         self._reducer.on_strayed = self._agreement.expect_other_ways
@@ -79,7 +79,7 @@ class Backward:
         if unit is self.current and unit.state is State.GATHERED:
             return  # another output of the same call
         self.current = unit
-        self._recomputation.announce(unit)
+        self.recomputation.announce(unit)
         self._crew.end_backward()
         for other in self._units[1:]:
             # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
@@ -92,7 +92,7 @@ class Backward:
 
     def recomputed(self, unit: Unit) -> None:
         """Activation checkpointing has run the forward of ``unit`` again."""
-        for due in self._recomputation.note(unit):
+        for due in self.recomputation.note(unit):
             self._schedule.obtain(due)
 
     def _begin(self, first: str, forward: Forward | None = None) -> None:
@@ -125,7 +125,7 @@ class Backward:
         self._note_models_beside()
         self.forwards.note_backward()
         self.current = None
-        self._recomputation.forget()
+        self.recomputation.forget()
         for unit in self._units:
             unit.fired.clear()
             unit.in_use = False  # what forward has left gathered may go
@@ -207,7 +207,7 @@ class Backward:
         self._crew.end_backward(unit)
         if unit.may_free_early:
             self._crew.release(unit)
-            self._recomputation.end(unit)
+            self.recomputation.end(unit)
         if self._reduces:
             self._agreement.ready(unit)
         self._crew.resume_backward()

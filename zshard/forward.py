@@ -172,6 +172,8 @@ class ForwardHooks:
             self._backward.forwards.begin()
         schedule.obtain(unit)
         self._crew.enter("forward", unit)
+        if self._crew.phase is Phase.BACKWARD:
+            self._backward.recomputation.enter(unit)
         if alone:
             self._agreement.finish()
             self._backward.forwards.note(self._agreement.needed, "")
@@ -182,6 +184,7 @@ class ForwardHooks:
         schedule = self._schedule
         if schedule.bypassed():
             return None
+        self._backward.recomputation.leave(unit)
         if unit.passage.raised:
             # Inside the root's forward that is the root's to settle.
             if self._crew.phase is Phase.BACKWARD:

@@ -17,6 +17,7 @@ class Recomputation:
         # The unit whose backward was announced last, those around it, and who shares its output.
         self._announced: list[Unit] = []
         self._again: set[Unit] = set()  # recomputed since then
+        self._running: list[Unit] = []  # whose forwards are under way again, one inside the other
 
     def announce(self, unit: Unit) -> None:
         """The backward of ``unit`` is about to run."""
@@ -32,9 +33,24 @@ class Recomputation:
         """Another backward begins."""
         self._announced.clear()
         self._again.clear()
+        self._running.clear()
+
+    def enter(self, unit: Unit) -> None:
+        """A forward of ``unit`` begins again."""
+        self._running.append(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """That forward has ended, also in an exception."""
+        while self._running and self._running.pop() is not unit:
+            pass
 
     def note(self, unit: Unit) -> list[Unit]:
-        """``unit`` was recomputed; those that have to be gathered again."""
+        """``unit`` was recomputed; those that have to be gathered again.
+
+        None as long as a unit around it computes, which they might push out.
+        """
         self._again.add(unit)
         unit.in_use = unit in self._announced  # else it gives way to the others of the region
+        if self._running:
+            return []
         return [u for u in self._announced if u in self._again and u.state is State.SHARDED]

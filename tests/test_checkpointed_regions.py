@@ -1,0 +1,112 @@
+"""Checkpoints around several units, of which backward comes to some only."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+from zshard.wrap import schedule_of
+
+
+class Heads(nn.Module):
+    """As many outputs as units, of which a loss may leave out any."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(count))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [block(x) for block in self.blocks]
+
+
+class Scaled(nn.Linear):
+    """A unit around another one, of which it needs its own weights behind that, too."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x)) + self.bias
+
+
+class Nested(Heads):
+    """The same, of units around others."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(0)
+        self.blocks.extend(Scaled() for _ in range(count))
+
+
+class Auxiliary(Heads):
+    """Sums its units' outputs, all but one detached."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        first, *rest = super().forward(x)
+        return [sum((each.detach() for each in rest), start=first)]
+
+
+class Around(nn.Module):
+    """A checkpoint around units that backward does not come to."""
+
+    def __init__(self, inner: nn.Module, frozen: bool) -> None:
+        super().__init__()
+        self.inlet, self.inner = nn.Linear(3, 5), inner
+        inner.blocks[0].requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, self.inlet(x), use_reentrant=False)[0]
+
+
+def passed_over(
+    rank: int, world_size: int, comm: str, kind: type[Heads], frozen: bool
+) -> list[object]:
+    """Cases whose gradients are not the plain model's: units after the first, prefetch."""
+    wrong: list[object] = []
+    for count in range(2, 6):
+        for prefetch in range(3):
+            torch.manual_seed(count)
+            plain = Around(kind(count), frozen)
+            model = zshard.wrap(
+                copy.deepcopy(plain), comm=comm, prefetch=prefetch, units=[nn.Linear]
+            )
+            for each in (plain, model):
+                each(torch.ones(2, 3)).square().sum().backward()
+            for name, param in plain.named_parameters():
+                got = zshard.full_grad(model, name)
+                if param.grad is None:
+                    same = got is None
+                else:
+                    same = got is not None and torch.equal(got, param.grad)
+                if not same:
+                    wrong.append((count, prefetch, name))
+    return wrong
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", [Heads, Nested, Auxiliary])
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_units_that_are_only_recomputed_push_no_other_out(
+    comm: str, kind: type[Heads], frozen: bool
+) -> None:
+    assert run_ranks(passed_over, 2, comm, kind, frozen) == [[], []]
+
+
+def pushed_out(rank: int, world_size: int) -> str:
+    model = zshard.wrap(Around(Heads(4), frozen=False))
+    schedule_of(model).backward.recomputed = lambda unit: setattr(unit, "in_use", False)
+    loss = model(torch.ones(2, 3)).square().sum()
+    with pytest.raises(zshard.StateError) as raised:
+        loss.backward()
+    return str(raised.value)
+
+
+def test_a_gradient_made_without_the_weights_is_refused() -> None:
+    for message in run_ranks(pushed_out, 2):
+        assert "'inner.blocks.0'" in message and "another unit was in its memory" in message
