@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import models
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zshard
@@ -21,6 +22,15 @@ def one_step(model: nn.Module, rank: int, step: int) -> Tensor:
     loss = models.loss_of(model, batch(rank, step).to(device))
     loss.backward()
     return loss.detach()
+
+
+def mean_gradient(param: Tensor, world_size: int) -> Tensor | None:
+    """The mean over the ranks of what a plain model has, where any of them has a gradient."""
+    there = torch.tensor([float(param.grad is not None)])
+    mean = torch.zeros_like(param) if param.grad is None else param.grad / world_size
+    dist.all_reduce(there)
+    dist.all_reduce(mean)
+    return mean if there.item() else None
 
 
 def build(**options: object) -> nn.Module:

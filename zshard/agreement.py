@@ -15,6 +15,9 @@ program, phases that follow one end with a meeting as well, so that a rank in ne
 there, and not in a collective of the user's own. Where ranks begin different phases, or phases of
 different models, all of them raise. If it is because a forward has raised on some, only the others
 do: that ends the step there, too, and all come to the same next phase.
+
+Another model's phase cuts the forward that it begins inside of in two, each with its own program:
+ranks that are in unlike places of one would not find each other behind it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
+from .ahead import Ahead
 from .comm import Comm
 from .crew import Crew
 from .errors import StateError
@@ -40,6 +44,9 @@ class Agreement:
         prefetch: how many gathers are issued ahead.
         crew: carries the turns out.
         drop_backward: ends a backward that cannot go on, on every rank: ``Schedule.reset``.
+
+    Attributes:
+        ahead: what was gathered ahead and not needed yet.
     """
 
     def __init__(
@@ -51,15 +58,14 @@ class Agreement:
         drop_backward: Callable[[bool], None],
     ) -> None:
         self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
+        self.ahead = Ahead(crew, prefetch)
         self._drop_backward = drop_backward
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
         self._programs = Programs()
         self._run = Run()
         self._backward: Key = ()  # of the last one
-        self._ahead: list[Unit] = []  # gathered ahead, in order, and not needed yet
-        # Whether ranks have left a program, and so meet at the end of phases as well.
-        self._loose = False
+        self._loose = False  # whether ranks have left a program, and meet at phases' ends as well
         self._meetings = meetings_of(comm)
         self.number = self._meetings.join(self)
 
@@ -92,11 +98,12 @@ class Agreement:
             MismatchError: on every rank, if another begins something else.
         """
         self.before_meeting()
+        self._meetings.pause(self)
         # Backward meets units in about the reverse of the unit map's order.
         trained = [u.index for u in reversed(self._units) if u.trained_count] if reduces else []
+        names = ""
         if reduces:
-            self._names = self._names or trained_names(self._units)
-        names = self._names if reduces else ""
+            names = self._names = self._names or trained_names(self._units)
         mine = Message(
             self.number,
             ask,
@@ -128,10 +135,33 @@ class Agreement:
             to_be_learned=gathers and program is None,
             meets_at_end=gathers and (self._loose or program is None),
         )
+        if not gathers:
+            self._meetings.go_on(self)
+        elif ask in (Ask.FORWARD, Ask.CALL):
+            self._meetings.enter_forward(self)
         return messages
 
     def finish(self) -> None:
         """End a phase: take part in what is left of the program, and meet where that is due."""
+        self._finish_part()
+        self._meetings.leave_forward(self)
+        self._meetings.go_on(self)
+
+    def pause(self) -> None:
+        """Cut a forward, for another model's phase to begin inside of it."""
+        if not self._run.paused:
+            self._finish_part()
+            self._run.paused = True
+
+    def go_on(self) -> None:
+        """Begin the part of a forward behind the cut, if it was cut."""
+        if self._run.paused:
+            cut = self._run
+            cuts, needed = cut.cuts + 1, cut.needed_before + cut.needed
+            self.begin(Ask.GO_ON, f"{cuts};{self._crew.gathered}", "the rest of a forward")
+            self._run.cuts, self._run.needed_before = cuts, needed
+
+    def _finish_part(self) -> None:
         self._take_part_in_the_rest()
         run = self._run
         # A backward that reduces has its own way to learn that a rank has left the program.
@@ -155,13 +185,14 @@ class Agreement:
     def abort(self) -> None:
         """An exception leaves the phase; see [Note: after an exception] in backward.py."""
         self._run.aborted = True
-        if self._run.key[:1] == (Ask.FORWARD,):
+        if self._run.key[:1] in ((Ask.FORWARD,), (Ask.GO_ON,)):
             self._meetings.left = True
 
     def abandon(self) -> None:
         """Forget what is left of a phase that was aborted."""
         self._run.abandon()
-        self._ahead.clear()
+        self._meetings.leave_forward(self)
+        self.ahead.forget()
 
     def forget(self) -> None:
         """Learn everything anew, as all ranks do."""
@@ -172,12 +203,12 @@ class Agreement:
     @property
     def may_be_last(self) -> bool:
         """Whether nothing is known to come after what this rank has needed."""
-        return self._run.next is None and not self._ahead
+        return self._run.next is None and not self.ahead
 
     @property
     def needed(self) -> str:
         """What this rank has needed in this phase, as text."""
-        return " ".join(str(turn.unit) for turn in self._run.needed)
+        return " ".join(str(turn.unit) for turn in self._run.needed_before + self._run.needed)
 
     def expect_other_ways(self) -> None:
         """From now on, have no backward like the last one follow a program."""
@@ -189,11 +220,9 @@ class Agreement:
         """Issue the gather of ``unit``, or take the one that was issued ahead."""
         turn = Turn(Op.GATHER, unit.index)
         self._run.needed.append(turn)
-        if unit in self._ahead and unit.state is not State.SHARDED:  # nor outdated meanwhile
-            while (skipped := self._ahead.pop(0)) is not unit:
-                self._crew.release(skipped)
+        if self.ahead.take(unit):
             return
-        self._discard_ahead()
+        self.ahead.discard()
         # What others reduce this rank has to, too, ready or not; alone, it has time.
         peers, known = self._crew.has_peers, self._run.program is not None
         if known and not leads_to(turn, self._run.rest, past_reductions=peers):
@@ -209,20 +238,14 @@ class Agreement:
         self._crew.gather(unit)
         self._advance()
 
-    def is_ahead(self, unit: Unit) -> bool:
-        """Whether ``unit`` was gathered ahead and not needed yet."""
-        return unit in self._ahead
-
     def look_ahead(self) -> None:
         """Start the next gathers, as many as may be under way beside the unit that computes."""
         while (turn := self._run.next) is not None:
             unit = self._units[turn.unit]
-            room = len(self._ahead) < self._prefetch and unit.can_prefetch()
-            if turn.op is Op.REDUCE or not room:
+            if turn.op is Op.REDUCE or not self.ahead.has_room(unit):
                 return
             self._run.take()
-            self._ahead.append(unit)
-            self._crew.gather(unit)
+            self.ahead.gather(unit)
 
     def ready(self, unit: Unit) -> None:
         """Note that all gradients of ``unit`` are there on this rank."""
@@ -254,17 +277,13 @@ class Agreement:
             self._crew.join(self._units[index])
 
     def _take_part_in_the_rest(self) -> None:
-        self._discard_ahead()
+        self.ahead.discard()
         while self._run.next is not None:
             self._take_part()
 
     def _reduce(self, index: int) -> None:
         self._run.reduced.add(index)
         self._crew.reduce(self._units[index])
-
-    def _discard_ahead(self) -> None:
-        while self._ahead:
-            self._crew.release(self._ahead.pop(0))
 
     def _leave_program(self, unit: Unit) -> None:
         run = self._run

@@ -23,13 +23,14 @@ class Ask(enum.IntEnum):
     HOLD = 2  # a backward inside no_sync
     RENEW = 3
     CALL = 4
-    END = 5  # of a phase without a program, or of one that ranks have left before
-    GATHER = 6  # from here on: needed now
-    READY = 7
+    GO_ON = 5  # with a forward, inside of which another model's phase has ended
+    END = 6  # of a phase without a program, or of one that ranks have left before
+    GATHER = 7  # from here on: needed now
+    READY = 8
 
 
 _NEEDS = frozenset((Ask.GATHER, Ask.READY))
-_OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD, Ask.RENEW))
+_OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD, Ask.RENEW, Ask.GO_ON))
 
 
 class Message(NamedTuple):
@@ -61,6 +62,12 @@ class Member(Protocol):
     def forgo_learning(self) -> None:
         """Learn nothing of the last phase."""
 
+    def pause(self) -> None:
+        """Let another model's phase begin inside a forward."""
+
+    def go_on(self) -> None:
+        """Go on with a forward that was paused."""
+
 
 class Meetings:
     """Where the ranks of all models that are wrapped over the same ones meet.
@@ -74,6 +81,7 @@ class Meetings:
 
     def __init__(self) -> None:
         self.left = False
+        self._forwards: list[Member] = []  # in which one is under way, the outermost first
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
         self._joined = 0
 
@@ -83,6 +91,26 @@ class Meetings:
         self._joined += 1
         self._members[number] = member
         return number
+
+    def enter_forward(self, member: Member) -> None:
+        """A forward of ``member`` begins, inside of those that are under way."""
+        self.leave_forward(member)  # which an exception may not have
+        self._forwards.append(member)
+
+    def leave_forward(self, member: Member) -> None:
+        """The forward of ``member`` has ended, if one was under way."""
+        if member in self._forwards:
+            self._forwards.remove(member)
+
+    def pause(self, member: Member) -> None:
+        """A phase of ``member`` is about to begin, maybe inside of another model's forward."""
+        if self._forwards and self._forwards[-1] is not member:
+            self._forwards[-1].pause()
+
+    def go_on(self, member: Member) -> None:
+        """That phase has ended."""
+        if self._forwards and self._forwards[-1] is not member:
+            self._forwards[-1].go_on()
 
     def meet(self, comm: Comm, mine: Message, tag: Tag) -> list[Message]:
         """Bring ``mine``; return when it is served, or all ranks are about to begin something.

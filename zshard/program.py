@@ -47,6 +47,8 @@ class Run:
         ready_on: where there is no program, unit -> the places of those on which it is.
         reduced: units that were reduced in it.
         aborted: whether this rank has left it by an exception.
+        paused: whether another model's phase is under way inside of it, a forward.
+        cuts: how many were before; needed_before: what this rank has needed before the last.
     """
 
     key: Key = ()
@@ -61,6 +63,9 @@ class Run:
     ready_on: dict[int, set[int]] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
     aborted: bool = False
+    paused: bool = False
+    cuts: int = 0
+    needed_before: list[Turn] = field(default_factory=list)
     _at: int = 0  # the next turn of the program
 
     @property

@@ -95,7 +95,7 @@ class Schedule:
         # In backward the old values stay, so that autograd refuses the graph that was made of them.
         if unit.outdated and self.crew.phase is not Phase.BACKWARD:
             self.crew.reshard(unit)
-        if unit.state is State.SHARDED or self.agreement.is_ahead(unit):
+        if unit.state is State.SHARDED or unit in self.agreement.ahead:
             self.agreement.need(unit)
         self.crew.wait(unit)
         unit.install()

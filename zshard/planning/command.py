@@ -98,8 +98,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         choices=("nccl", "gloo"),
-        help="whose buffers reductions take, and what --calibrate measures (default: nccl where this process sees a GPU and the "
-        "machine has one, else gloo)",
+        help="whose buffers reductions take, and what --calibrate measures (default: nccl where "
+        "this process sees a GPU and the machine has one, else gloo)",
     )
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -1,0 +1,157 @@
+"""A wrapped model that another one's forward calls, of which ranks run different units."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from ranks import run_ranks
+from steps import batch
+from test_joint_backward import wrong_gradients
+from torch import Tensor, nn
+
+import zshard
+
+kOrders = [(0, 1, 2), (1,), (2, 0)]  # few, so that they come again
+
+
+class Calling(nn.Module):
+    """Runs the units that ``order`` says, and another model behind one or all of them.
+
+    Args:
+        inner: the other one, not a submodule; None for none.
+        early: whether it runs behind the first unit, and the rest behind it.
+        trains: whether it has a backward of its own in there.
+    """
+
+    def __init__(
+        self, inner: nn.Module | None = None, *, early: bool, trains: bool = False
+    ) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.order: tuple[int, ...] = (0, 1, 2)
+        self.inner, self._early, self._trains = [inner], early, trains
+
+    def _call(self, x: Tensor) -> Tensor:
+        (inner,) = self.inner
+        if inner is None:
+            return x
+        if self._trains:
+            with torch.enable_grad():
+                inner(x.detach()).square().mean().backward()
+        with torch.no_grad():
+            found = inner(x.detach())
+        return x + found
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for place, index in enumerate(self.order):
+            x = self.blocks[index](x).tanh()
+            if self._early and place == 0:
+                x = self._call(x)
+        return x if self._early else self._call(x)
+
+
+def chain(early: bool, trains: bool) -> list[nn.Module]:
+    """Three models, from the innermost to the outermost."""
+    torch.manual_seed(0)
+    models: list[nn.Module] = []
+    for _ in range(3):
+        models.append(Calling(models[-1] if models else None, early=early, trains=trains))
+    return models
+
+
+def inside(
+    rank: int, world_size: int, comm: str, routed: set[int], early: bool, trains: bool
+) -> list[int]:
+    """Steps whose outputs or gradients are not the plain models', at one rank's own orders."""
+    own = random.Random(rank)
+    plain = chain(early, trains)
+    wrapped = chain(early, trains)
+    for model in wrapped:
+        zshard.wrap(model, comm=comm)
+    wrong = []
+    for step in range(10):
+        x = batch(rank, step)
+        for number in range(3):
+            order = own.choice(kOrders) if number in routed and step > 1 else kOrders[0]
+            plain[number].order = wrapped[number].order = order
+        outputs = [models[-1](x) for models in (plain, wrapped)]
+        for output in outputs:
+            output.square().mean().backward()
+        if not torch.equal(*outputs):
+            wrong.append(step)
+        for model, other in zip(plain, wrapped, strict=True):
+            if wrong_gradients(other, model, world_size):
+                wrong.append(step)
+            model.zero_grad()
+            other.zero_grad()
+    return wrong
+
+
+kEach = [{0}, {1}, {2}]
+
+
+@pytest.mark.parametrize(
+    ("routed", "early", "trains"),
+    [
+        *((routed, early, False) for routed in [set(), *kEach] for early in (False, True)),
+        *(({0, 1, 2}, early, trains) for early in (False, True) for trains in (False, True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_ranks_may_run_unlike_units_of_models_inside_each_other(
+    comm: str, routed: set[int], early: bool, trains: bool
+) -> None:
+    assert run_ranks(inside, 2, comm, routed, early, trains) == [[], []]
+
+
+class Planted(Exception):
+    """Raised inside a forward, as user code might."""
+
+
+def raise_planted(*_: object) -> None:
+    raise Planted
+
+
+def fall(rank: int, world_size: int, seed: int, comm: str, early: bool) -> tuple[int, list[Tensor]]:
+    """A loop that goes on after what some ranks raise in any model; its steps, and the end."""
+    common, own = random.Random(seed), random.Random(100 * seed + rank)
+    models = [zshard.wrap(model, comm=comm) for model in chain(early, trains=False)]
+    optimizers = [zshard.SGD(model.parameters(), lr=0.05) for model in models]
+    made = 0
+    for step in range(12):
+        for model in models:
+            model.order = own.choice(kOrders) if step > 1 else kOrders[0]
+        who = {each for each in range(world_size) if 1 < step < 11 and common.random() < 0.4}
+        model = common.choice(models)
+        where = common.choice([model, model.inlet, model.blocks[model.order[-1]]])
+        handle = where.register_forward_hook(raise_planted) if rank in who else None
+        try:
+            models[-1](batch(rank, step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            made += 1
+        except (Planted, zshard.Error):
+            for model in models:
+                zshard.reset(model)
+                model.zero_grad()
+        finally:
+            if handle is not None:
+                handle.remove()
+    names = [(model, name) for model in models for name, _ in model.named_parameters()]
+    return made, [zshard.full_param(model, name) for model, name in names]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_exceptions_in_models_inside_each_other_the_loops_are_in_step(seed: int) -> None:
+    comm, early = ("group", "peer")[seed % 2], seed > 1
+    (made, ours), *others = run_ranks(fall, 2 + seed % 2, seed, comm, early)
+    assert 2 < made < 12
+    for also, theirs in others:
+        assert also == made
+        assert all(map(torch.equal, theirs, ours))
