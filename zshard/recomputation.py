@@ -32,7 +32,6 @@ class Recomputation:
     def forget(self) -> None:
         """Another backward begins."""
         self._announced.clear()
-        self._again.clear()
         self._running.clear()
 
     def enter(self, unit: Unit) -> None:
