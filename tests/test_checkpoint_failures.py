@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import signal
 import time
@@ -246,6 +247,7 @@ def save_in_background(rank: int, folder: Path, store: Path, writes: int) -> int
             handle.wait()
         except zshard.CommError as error:
             assert handle.done() and "lost another rank" in str(error)
+            assert re.search(r"rank 1 \(process \d+\) has ended", str(error)), error
             assert os.listdir(folder) == ["x"], "the save of the dead left something"
             return 3
     return 0

@@ -116,7 +116,8 @@ class Background(Peers):
             dist.all_gather_object(everyone, item, self._group)
         except RuntimeError as error:
             self._forget()
+            ended = "".join(over.ended() for over in self._comm.axes)
             raise CommError(
-                f"rank {self.rank} of {self.size} lost another rank at {self.what}: {error}"
+                f"rank {self.rank} of {self.size} lost another rank at {self.what}: {error}.{ended}"
             ) from error
         return [everyone[place] for place in self._order]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -48,6 +49,7 @@ class Processes:
         ]
         self._ranks = {life.fd: rank for rank, life in enumerate(lives)}
         self._poll = select.poll()
+        self._lock = threading.Lock()  # a save in the background asks as well
         for life in lives:
             self._poll.register(life.fd, select.POLLIN)
         self._gone: set[int] = set()  # as of the last look
@@ -69,7 +71,9 @@ class Processes:
         deadline = time.monotonic() + (_END_SECONDS if after_error else 0.0)
         while True:
             # Not POLLNVAL: a script may have closed what it does not know.
-            gone = {self._ranks[fd] for fd, event in self._poll.poll(0) if event & select.POLLIN}
+            with self._lock:
+                found = self._poll.poll(0)
+            gone = {self._ranks[fd] for fd, event in found if event & select.POLLIN}
             if gone > self._gone or time.monotonic() >= deadline:
                 self._gone = gone
                 return sorted(gone)
