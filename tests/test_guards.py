@@ -237,7 +237,7 @@ def transformed(rank: int, world_size: int, comm: str) -> list[bool]:
         lambda: torch.func.jacfwd(model)(x),
         lambda: torch.func.grad(lambda x: model(x).sum())(x),
     ):
-        with pytest.raises(zshard.StateError, match=r"torch\.func transforms .* on one rank only"):
+        with pytest.raises(zshard.StateError, match=r"torch\.func transforms .* on one rank\."):
             transform()
         told.append(torch.equal(torch.func.vmap(model)(x), model(x)))
     torch.manual_seed(0)
@@ -260,3 +260,6 @@ def test_transforms_on_one_rank_are_the_plain_models() -> None:
     plain, model, x = Blocks(), build(), batch(0, 0)
     ours, theirs = (torch.func.jvp(side, (x,), (x,)) for side in (model, plain))
     assert all(map(torch.equal, ours, theirs))
+    for transform in (torch.func.jacrev(model), torch.func.grad(lambda x: model(x).sum())):
+        with pytest.raises(zshard.StateError, match=r"torch\.func's grad, vjp or jacrev"):
+            transform(x)

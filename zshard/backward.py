@@ -107,9 +107,9 @@ class Backward:
             self._schedule.reset()  # this is another backward
         if torch.is_grad_enabled():
             raise StateError(
-                "backward(create_graph=True) through a wrapped model: the gradients that zshard "
-                "reduces have no graph of their own. Leave a model unwrapped whose gradients are "
-                "differentiated again, as the critic of a gradient penalty is."
+                "backward(create_graph=True), or torch.func's grad, vjp or jacrev, of a wrapped "
+                "model: the gradients that zshard reduces have no graph of their own. Leave models "
+                "unwrapped whose gradients are differentiated again, as in a gradient penalty."
             )
         self._schedule.require_values("a backward")
         self._reducer.settle()  # what ended the last one elsewhere, before the others are met

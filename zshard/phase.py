@@ -55,7 +55,7 @@ def require_untransformed() -> None:
     kinds = {level.key().name for level in levels}
     if not kinds <= {"Vmap"}:
         raise StateError(
-            f"torch.func transforms ({', '.join(sorted(kinds))}) of a wrapped model work on one "
-            "rank only: they would transform the communication between ranks. Use backward, "
-            "torch.autograd.grad, or torch.autograd.forward_ad."
+            f"torch.func transforms ({', '.join(sorted(kinds))}) of a wrapped model would "
+            "transform the communication between ranks; jvp and jacfwd work on one rank. Use "
+            "backward, torch.autograd.grad, or torch.autograd.forward_ad."
         )
