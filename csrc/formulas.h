@@ -151,12 +151,12 @@ ZSHARD_HD float join_master(SplitMaster planes) {
 
 // ---- optimizers ----
 
-// The launchers in cpu/optim.h and cuda/optim.cuh take a rule. Its Hyper is a row of `hypers` as
-// the caller gives it; its Factors are the same for one step, computed in double and rounded once.
-// kStates is the number of fp32 buffers that a shard has beside its master. update() takes one
-// element's gradient and changes its parameter and states. branch() says which of two updates a
-// segment takes, so that no element has to ask, and used() how many of the states, the first ones,
-// that update reads and writes.
+// [Note: optimizer rules] The launchers in cpu/optim.h and cuda/optim.cuh take a rule. Its Hyper is
+// a row of `hypers` as the caller gives it; its Factors are the same for one step, computed in
+// double and rounded once. kStates is the number of fp32 buffers that a shard has beside its
+// master. update() takes one element's gradient and changes its parameter and states. branch() says
+// which of two updates a segment takes, so that no element has to ask, and used() how many of the
+// states, the first ones, that update reads and writes.
 
 // base^exponent by squaring: pow() differs between libraries, products do not.
 ZSHARD_HD double power(double base, int64_t exponent) {
@@ -279,7 +279,7 @@ struct Sgd {
 
 // ---- sums of squares ----
 
-// [Note: sum of squares] reduce_ adds squares in fp64, where they are exact, in an order fixed by
+// [Note: sum of squares] Squares are added in fp64, where they are exact, in an order fixed by
 // position alone. A block is kSquareBlock elements, seen as (rows, columns, group); missing ones
 // count as 0. Rows are added first, in order, then the group, then the columns, the last two by
 // halving (upper half onto lower half). The blocks' sums are dealt to kSquareLanes lanes, each lane

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import models
@@ -249,3 +250,43 @@ def test_containers_that_are_never_called_are_no_units_by_default() -> None:
     model = zshard.wrap(ListsOfLists())
     assert len(schedule_of(model).units) == 1
     model(torch.ones(2)).sum().backward()
+
+
+kCalls: dict[str, Callable[[nn.Module], object]] = {
+    "clip_grad_norm_": lambda model: zshard.clip_grad_norm_(model, 1.0),
+    "describe": zshard.describe,
+    "export": lambda model: zshard.export("nowhere", model),
+    "full_grad": lambda model: zshard.full_grad(model, "weight"),
+    "full_param": lambda model: zshard.full_param(model, "weight"),
+    "full_params": lambda model: zshard.full_params(model).__enter__(),
+    "load": lambda model: zshard.load("nowhere", model),
+    "load_weights": lambda model: zshard.load_weights(model, "nowhere"),
+    "local_shards": zshard.local_shards,
+    "mark_updated": zshard.mark_updated,
+    "memory": zshard.memory,
+    "method": lambda model: zshard.method(model, "extra_repr"),
+    "no_sync": lambda model: zshard.no_sync(model).__enter__(),
+    "reset": zshard.reset,
+    "save": lambda model: zshard.save("nowhere", model),
+    "state_dict": zshard.state_dict,
+    "stats": zshard.stats,
+    "trace": lambda model: zshard.trace(model).__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", kCalls)
+def test_a_plain_model_is_refused_as_the_docstring_says(name: str) -> None:
+    with pytest.raises(zshard.WrapError, match=r"this Linear is not wrapped; pass zshard\.wrap's"):
+        kCalls[name](nn.Linear(2, 2))
+    said = getattr(zshard, name).__doc__
+    assert "WrapError: if the model is not wrapped." in said.partition("Raises:")[2]
+
+
+def test_every_call_of_a_model_is_tried_with_a_plain_one() -> None:
+    takes_a_model = {
+        name
+        for name in zshard.__all__
+        if inspect.isfunction(call := getattr(zshard, name))
+        and {"model", "model_or_params"} & inspect.signature(call).parameters.keys()
+    }
+    assert takes_a_model - {"wrap", "plan"} == kCalls.keys()

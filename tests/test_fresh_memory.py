@@ -7,15 +7,17 @@ import resource
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from heap import give_back_what_is_freed
+from heap import give_back_what_is_freed, kTrimThreshold
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zshard
+from zshard.heap import keep_freed
 
 kStrategies = ["zero1", "zero2", "zero3", "ddp"]
 kLarge = 1 << 20  # bytes: of every unit's shards, whole parameters and gradients, but of no output
@@ -172,3 +174,33 @@ def test_room_for_micro_batches_is_given_back_after_a_step_without_them() -> Non
         first, second = inside
         assert first == pytest.approx(4 * count, rel=0.01), "the sums; nothing is reduced yet"
         assert second == pytest.approx(4 * count + after, rel=0.01), "the same ones once more"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What glibc is asked for, in a process that has wrapped no model yet."""
+    calls: list[tuple[int, int]] = []
+    libc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)))
+    monkeypatch.setattr("zshard.heap.ctypes.CDLL", lambda _: libc)
+    monkeypatch.setattr("zshard.heap._kept", 0)
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def test_a_smaller_model_takes_nothing_back_of_what_the_heap_keeps(
+    asked: list[tuple[int, int]],
+) -> None:
+    for nbytes in (1, 100 << 20, 50 << 20, 1 << 40):
+        keep_freed(nbytes)
+    kept = [value for name, value in asked if name == kTrimThreshold]
+    assert kept == [64 << 20, 200 << 20, (1 << 31) - 1]
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_thresholds_that_the_user_has_set_stay(
+    name: str, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "glibc.malloc.trim_threshold=131072")
+    keep_freed(100 << 20)
+    assert asked == []

@@ -1,8 +1,10 @@
-"""Imports go one way: what is built on what, as CONTRIBUTING.md says."""
+"""Imports go one way, as CONTRIBUTING.md says, and every note that is cited is written."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from pathlib import Path
 
 import zshard
@@ -63,3 +65,27 @@ def test_no_layer_imports_one_above() -> None:
     ]
     assert wrong == []
     assert "comm" in reached_from("wrap", graph)  # or nothing was looked at
+
+
+# --- notes ---------------------------------------------------------------------------------------
+
+kSources = (".py", ".h", ".cpp", ".cu", ".cuh")
+kNote = re.compile(r"\[Note: ([\w ']+)\]")
+
+
+def test_every_note_that_is_cited_is_written_once_and_the_other_way_round() -> None:
+    top = Path(__file__).parent.parent
+    folders = [top / name for name in ("csrc", "zshard", "benchmarks", "tests")]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in kSources]
+    written: Counter[str] = Counter()
+    named: Counter[str] = Counter()
+    for path in paths:
+        lines = [re.sub(r"^\s*(//|#)?\s*", "", line) for line in path.read_text().splitlines()]
+        named.update(kNote.findall(" ".join(lines)))
+        # It begins a line, and nothing comes behind it, or a new sentence.
+        heads = (re.match(kNote.pattern + r"($| [A-Z])", line) for line in lines)
+        written.update(head[1] for head in heads if head)
+    assert len(written) > 20
+    assert {name: count for name, count in written.items() if count > 1} == {}
+    assert sorted(named.keys() - written.keys()) == []
+    assert [name for name in written if named[name] == 1] == [], "never cited"

@@ -45,7 +45,9 @@ def clip_grad_norm_(
         InputError: parameters of no wrapped model, or of several; a norm_type that is not positive,
             a max_norm that is negative or not a number.
         StateError: a norm that is not finite, on every rank, with error_if_nonfinite; the
-            gradients are left as they are.
+            gradients are left as they are; after a backward that raised on any rank.
+        MismatchError: if ranks clip with different arguments, on every rank, by the next forward.
+        WrapError: if the model is not wrapped.
     """
     schedule, params = _resolve(model_or_params)
     max_norm, shown = _largest(max_norm)

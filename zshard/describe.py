@@ -29,7 +29,8 @@ def describe(model: nn.Module) -> str:
     """The ranks of a wrapped model, and a line for each flat buffer of each of its units.
 
     Numbers are elements: of all its parameters, of those that are trained, of a rank's shard, and
-    of the whole buffer's padding. "now" is what the unit has in memory, see ``zshard.unit.State``.
+    of the whole buffer's padding. "now" is what the unit has in memory: SHARDED (its
+    shard alone), GATHERING, or GATHERED (whole parameters, too).
 
     Raises:
         WrapError: if the model is not wrapped.

@@ -79,6 +79,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 
     Raises:
         StateError: if the model is being traced already.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     comm = schedule.comm
@@ -113,6 +114,7 @@ def reset(model: nn.Module) -> None:
         CommError: if a rank does not come before the group's timeout; with replicas (HSDP), or
             where a model over the process group may be in the middle of a collective, too.
         MismatchError: on every rank, if some had made the step's update and some not.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     if not has_given_up(schedule):

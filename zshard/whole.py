@@ -156,6 +156,7 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Raises:
         StateError: if the master is split, and so has no such slices; if they hold no valid values.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     schedule.require_values("zshard.local_shards")

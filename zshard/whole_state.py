@@ -30,6 +30,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
     Raises:
         StateError: inside a forward or backward, or inside zshard.full_params; for simulated ranks.
         MismatchError: on every rank, if not all make this call.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     require_real(schedule.comm.axes, "zshard.state_dict")

@@ -108,7 +108,7 @@ def wrap(
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
             not of a floating-point dtype, non-persistent buffers on the meta device without an
             ``init_fn``; for "peer", a rank out of reach or without memory to share.
-        MismatchError: on every rank, if the ranks' models differ.
+        MismatchError: on every rank, if the ranks' models, options or transports differ.
         CommError: if a rank cannot be reached any more; then the model may be half wrapped.
 
         After any other error the model is as it was, but on ``device`` and, with "broadcast", maybe

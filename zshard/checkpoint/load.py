@@ -75,6 +75,7 @@ def load(
         CommError: if a rank cannot be reached.
         InputError: for an optimizer of other parameters.
         MismatchError: on every rank, if they load with different arguments.
+        OptimizerError: for an optimizer around another one.
         StateError: inside a forward or backward.
         WrapError: if the model is not wrapped.
     """

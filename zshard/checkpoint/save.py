@@ -133,6 +133,8 @@ def save(
         CheckpointError: on every rank, if a file system refuses; nothing but this save is lost.
         CommError: if another rank has died.
         StateError: inside a forward or backward; for a model without values.
+        OptimizerError: for an optimizer whose states are not one element to a parameter's element.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     # Only some ranks in the background would meet nobody there, each in a save of its own.

@@ -56,6 +56,7 @@ def load_weights(
         InputError: for a ``rename`` that gives neither text nor None.
         MismatchError: on every rank, if they load with different arguments.
         StateError: inside a forward or backward.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     label = catalogue.shown(path)
@@ -162,6 +163,7 @@ def export(
     Raises:
         InputError: for a dtype that is not of floating-point numbers.
         CheckpointError, MismatchError, CommError, StateError: as for ``save``.
+        WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     what = f"export({catalogue.shown(path)})"
