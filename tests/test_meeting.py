@@ -45,7 +45,7 @@ def test_models_may_be_collected_at_any_moment_of_a_meeting() -> None:
             gc.set_threshold(threshold, 1, 1)
             for _ in range(30):
                 meetings.join(Member())
-                (told,) = meetings.meet(Alone(), Message(number, Ask.CALL), Tag(0, "agree", "it"))
+                (told,) = meetings.meet(Alone(), Message(number, Ask.CALL), "it", 0)
                 assert (told.model, told.ask) == (number, Ask.CALL)
     finally:
         gc.set_threshold(*before)

@@ -256,3 +256,21 @@ def test_what_a_rank_lacks_is_not_put_down_to_other_ranks(lack: Callable[[], Non
     with pytest.raises(zshard.CommError, match=said) as caught, named:
         lack()
     assert "Another rank" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tag", "said"),
+    [
+        (Tag(3, "gather", "blocks.0"), "gather of unit 'blocks.0' in step 3"),
+        (Tag(0, "reduce", "root", "norm"), "reduce of unit 'root' (norm) in step 0"),
+        (
+            Tag(2, "agree", "root", "a call"),
+            "agree of unit 'root' (the meeting for a call) in step 2",
+        ),
+        (Tag(None, "wrap", "blocks.0"), "wrap of unit 'blocks.0'"),
+        (Tag(None, "wrap", about="hosts"), "wrap (hosts)"),
+        (Tag(None, "load(x)"), "load(x)"),
+    ],
+)
+def test_errors_name_a_unit_and_a_step_only_where_there_is_one(tag: Tag, said: str) -> None:
+    assert str(tag) == said

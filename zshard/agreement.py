@@ -302,7 +302,7 @@ class Agreement:
     # --- meetings --------------------------------------------------------------------------------
 
     def _meet(self, mine: Message, label: str) -> list[Message]:
-        return self._meetings.meet(self._comm, mine, Tag(self._crew.step, "agree", label))
+        return self._meetings.meet(self._comm, mine, label, self._crew.step)
 
     def serve(self, mine: Message, messages: Sequence[Message]) -> None:
         """Carry out what ranks ask for of this model in a meeting; see ``Meetings.meet``."""
@@ -335,7 +335,7 @@ class Agreement:
         run = self._run
         run.to_be_learned = False
         needed = None if run.aborted else run.needed
-        gathered = self._comm.all_gather_object(needed, Tag(0, "agree", "program"))
+        gathered = self._comm.all_gather_object(needed, Tag(None, "agree", about="program"))
         if None in gathered:
             return
         everyone: list[list[Turn]] = gathered  # type: ignore[assignment]

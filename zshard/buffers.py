@@ -69,7 +69,7 @@ class Buffers:
         Raises:
             MismatchError: on every rank, if the buffers differ in name, shape or dtype.
         """
-        tag = Tag(step, "broadcast", "buffers")
+        tag = Tag(step, "broadcast", "root", "buffers")
         own = self._facts()
         digests = self._comm.all_gather_words([zlib.crc32("\n".join(own).encode())], tag)
         if digests.count(digests[0]) < len(digests):

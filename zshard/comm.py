@@ -75,11 +75,11 @@ class Comm:
         asked, failure = asked_for(transport, failure)
         there = neighbours_of(self.shards)
         mine = asked, Refusal.of(failure), there.token if there else ""
-        told = self.all_gather_object(mine, Tag(0, "wrap", "arguments"))
+        told = self.all_gather_object(mine, Tag(None, "wrap", about="arguments"))
         agree_on_transport(told, failure, self.shards, self.replicas.rank, there)
         self.may_fall_back = asked == "auto"  # where there is too little memory to share
         self._in_group = self.shards
-        with self.named_errors("all_gather_object", Tag(0, "wrap", "hosts")):
+        with self.named_errors("all_gather_object", Tag(None, "wrap", about="hosts")):
             for over in self.axes:
                 over.find_hosts()
             self.shards = over_memory(asked, self.shards, self.replicas)
@@ -109,7 +109,7 @@ class Comm:
 
         Ranks that share memory make it together. ``whole``: see ``Ranks.empty``.
         """
-        with self.named_errors("all_gather_object", Tag(0, "wrap", "memory")):
+        with self.named_errors("all_gather_object", Tag(None, "wrap", about="memory")):
             return self.shards.empty(numel, dtype, whole=whole)
 
     def give_back(self, lent: torch.Tensor) -> None:
@@ -272,7 +272,7 @@ class Comm:
         if self.trace is None:
             return _NOTHING
         stream = "reduce" if self.on_lane else "compute"
-        return self.trace.span("sum", tag.unit, stream)
+        return self.trace.span("sum", tag.subject, stream)
 
     @contextmanager
     def _at_once(

@@ -87,7 +87,7 @@ class RandomNumbers:
 
     def __init__(self, device: torch.device, comm: Comm) -> None:
         self._device = device
-        everyone = comm.all_gather_object(self._get(), Tag(0, "wrap", "root"))
+        everyone = comm.all_gather_object(self._get(), Tag(None, "wrap"))
         self._next: list[torch.Tensor] = everyone[0]  # type: ignore[assignment]
 
     @contextmanager

@@ -185,7 +185,7 @@ class Materializer:
         together(
             partial(self._fill, spec),
             self._comm,
-            Tag(0, "wrap", unit),
+            Tag(None, "wrap", unit),
             InputError,
             at=f"initialise unit {unit!r}",
         )

@@ -112,12 +112,12 @@ class Meetings:
         if self._forwards and self._forwards[-1] is not member:
             self._forwards[-1].go_on()
 
-    def meet(self, comm: Comm, mine: Message, tag: Tag) -> list[Message]:
+    def meet(self, comm: Comm, mine: Message, label: str, step: int) -> list[Message]:
         """Bring ``mine``; return when it is served, or all ranks are about to begin something.
 
         Args:
             comm: of the model that ``mine`` is about.
-            tag: its ``unit`` is what errors call ``mine``.
+            label: what errors call ``mine``; step: in which it is.
 
         Returns:
             What each rank has brought.
@@ -125,6 +125,7 @@ class Meetings:
         Raises:
             MismatchError: as ``refuse_but_who_left`` and ``refuse_deleted``.
         """
+        tag = Tag(step, "agree", "root", label)
         while True:
             members = dict(self._members.items())  # none goes before it has served
             mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))
@@ -145,7 +146,7 @@ class Meetings:
                 return messages
             else:
                 forgo_learning(members)
-                refuse_but_who_left(comm, tag.unit, mine, messages)
+                refuse_but_who_left(comm, label, mine, messages)
 
 
 _MEETINGS: dict[object, Meetings] = {}  # by ``Comm.ranks``
@@ -171,7 +172,7 @@ def refuse_deleted(comm: Comm, asked: Sequence[int], members: Mapping[int, Membe
     Raises:
         MismatchError: on every rank.
     """
-    everyone = comm.all_gather_object(set(members), Tag(0, "agree", "models"))
+    everyone = comm.all_gather_object(set(members), Tag(None, "agree", about="models"))
     rows = [(rank, cast("set[int]", each)) for rank, each in enumerate(everyone)]
     for number in asked:
         if ranks := [rank for rank, there in rows if number not in there]:
@@ -189,7 +190,7 @@ def tell(comm: Comm, label: str) -> str:
     Args:
         label: what this one was.
     """
-    everyone = comm.all_gather_object(label, Tag(0, "agree", label))
+    everyone = comm.all_gather_object(label, Tag(None, "agree", about=label))
     return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
 
 
@@ -239,7 +240,7 @@ def refuse_trained(comm: Comm, names: str) -> NoReturn:
     Raises:
         MismatchError: always.
     """
-    everyone = comm.all_gather_object(names, Tag(0, "agree", "requires_grad"))
+    everyone = comm.all_gather_object(names, Tag(None, "agree", about="requires_grad"))
     sets: list[set[str]] = [set(str(each).split("\n")) for each in everyone]
     name = min(set[str]().union(*sets) - sets[0].intersection(*sets))
     ranks = [rank for rank, each in enumerate(sets) if name in each]

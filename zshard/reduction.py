@@ -75,7 +75,7 @@ class Reducer:
         """
         if not (self._comm.shards.in_memory and self._pool.lacks_scratch):
             return
-        tag = Tag(0, "backward", "memory")
+        tag = Tag(None, "backward", about="memory")
         failure, told = attempt(self._pool.make_scratch, self._comm, tag)
         if told:
             self._pool.drop_scratch()  # some ranks may have made what others have not

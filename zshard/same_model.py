@@ -62,11 +62,11 @@ def check(
         for spec, strategy in zip(specs, strategies, strict=True)
         for owned in spec.params
     ]
-    if _alike((options, facts), comm, Tag(0, "wrap", "root")):
+    if _alike((options, facts), comm, Tag(None, "wrap")):
         return
-    told = comm.all_gather_object(options, Tag(0, "wrap", "root"))
+    told = comm.all_gather_object(options, Tag(None, "wrap"))
     _compare_options(cast("list[Mapping[str, str]]", told))
-    gathered = comm.all_gather_object(facts, Tag(0, "wrap", "root"))
+    gathered = comm.all_gather_object(facts, Tag(None, "wrap"))
     everyone: list[list[_Fact]] = [[_Fact(*f) for f in rank] for rank in gathered]  # type: ignore[attr-defined]
     by_name = [{fact.name: fact for fact in facts} for facts in everyone]
     for name in dict.fromkeys(fact.name for facts in everyone for fact in facts):
@@ -137,7 +137,7 @@ def values(specs: Sequence[UnitSpec], comm: Comm, init: str) -> None:
             "seed the ranks alike (an init_fn: draw from torch's generators only), or pass "
             "init='broadcast'"
         )
-        same_values(names, mine, comm, Tag(0, "wrap", specs[0].name or "root"), remedy)
+        same_values(names, mine, comm, Tag(None, "wrap", specs[0].name or "root"), remedy)
 
 
 def same_values(
@@ -170,5 +170,5 @@ def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
                 if owned.param.is_meta:
                     continue
                 value = owned.param.detach().contiguous()
-                comm.broadcast(value.view(-1), Tag(0, "wrap", spec.name or "root"))
+                comm.broadcast(value.view(-1), Tag(None, "wrap", spec.name or "root"))
                 owned.param.copy_(value)

@@ -83,7 +83,7 @@ class Sharder:
         Raises:
             Error: on every rank, if one of them cannot; the unit's parameters are as before.
         """
-        tag = Tag(0, "wrap", spec.name or "root")
+        tag = Tag(None, "wrap", spec.name or "root")
         made = _Made([], [])
         while True:
             failure, told = attempt(partial(self._make, spec, strategy, made), self._comm, tag)
@@ -129,7 +129,7 @@ class Sharder:
         while self._comm.shards.in_memory:
             flats = [flat for made in self._done for flat in made.flats if flat.requires_grad]
             pool.reserve_scratch(scratch_sizes(flats, self._comm))
-            failure, told = attempt(pool.make_scratch, self._comm, Tag(0, "wrap", "root"))
+            failure, told = attempt(pool.make_scratch, self._comm, Tag(None, "wrap"))
             if not told:
                 return
             pool.drop_scratch()
@@ -166,7 +166,7 @@ class Sharder:
         if flat.needs_gather:
             shard = whole.view(torch.uint8)
             whole = torch.empty(flat.layout.numel, dtype=whole.dtype, device=self._device)
-            tag = Tag(0, "wrap", flat.names[0])
+            tag = Tag(None, "wrap", about=flat.names[0])
             self._comm.all_gather(whole.view(torch.uint8), shard, tag).wait()
         for segment, (owned, former) in zip(flat.layout.segments, parts, strict=True):
             if id(owned.param) not in self._meta:

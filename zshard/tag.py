@@ -6,18 +6,30 @@ from typing import NamedTuple
 
 
 class Tag(NamedTuple):
-    """When in training, in which phase, for which unit; of a meeting, for what the ranks meet."""
+    """When in training, in which phase, for which unit, and what for besides."""
 
-    step: int
+    step: int | None  # None outside of training
     phase: str
-    unit: str
+    unit: str = ""  # "" where it is of no single one
+    about: str = ""  # what tells it from others of the same phase and unit
 
     @property
     def what(self) -> str:
-        """The phase and the unit, in words."""
-        if self.phase == "agree":
-            return f"{self.phase} of unit 'root' (the meeting for {self.unit})"
-        return f"{self.phase} of unit {self.unit!r}"
+        """All but the step, in words."""
+        text = f"{self.phase} of unit {self.unit!r}" if self.unit else self.phase
+        if not self.about:
+            return text
+        return f"{text} ({'the meeting for ' * (self.phase == 'agree')}{self.about})"
+
+    @property
+    def subject(self) -> str:
+        """The shortest name beside the phase's: what it is for, or else the unit."""
+        return self.about or self.unit
+
+    @property
+    def when(self) -> str:
+        """The step, in words that follow ``what``."""
+        return "" if self.step is None else f" in step {self.step}"
 
     def __str__(self) -> str:
-        return f"{self.what} in step {self.step}"
+        return self.what + self.when

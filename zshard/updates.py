@@ -124,7 +124,7 @@ class Updates:
         self.begin_anew()
         if len(set(everyone)) == 1:
             return
-        told = self._comm.all_gather_object(noted, Tag(0, "agree", "a change of parameters"))
+        told = self._comm.all_gather_object(noted, Tag(None, "agree", about="a change"))
         found = _first_difference(cast("list[dict[str, object]]", told))
         if len({tally.changes for tally in everyone}) > 1:
             raise MismatchError(

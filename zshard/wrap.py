@@ -150,7 +150,7 @@ def wrap(
             materializer = Materializer(model, survey.specs, init_fn, where, collectives)
         else:
             allocate = partial(allocate_outside, model, survey.specs, where)
-            unusable = together(allocate, collectives, Tag(0, "wrap", "root"))
+            unusable = together(allocate, collectives, Tag(None, "wrap"))
             same_model.values(survey.specs, collectives, init)
         for spec, chosen in zip(survey.specs, survey.strategies, strict=True):
             if materializer is not None:

@@ -64,7 +64,7 @@ class Peers:
     def _gather(self, item: object) -> list[object]:
         if self.size == 1:
             return [item]
-        return self._comm.all_gather_object(item, Tag(0, self.what, "root"))
+        return self._comm.all_gather_object(item, Tag(None, self.what))
 
 
 class Background(Peers):
@@ -95,10 +95,10 @@ class Background(Peers):
         made = self._made.setdefault(dist.group.WORLD, {})
         key = comm.ranks, timeout
         # A failure need not have been seen on every rank.
-        facts = comm.all_gather_object((dist.get_rank(), key in made), Tag(0, what, "root"))
+        facts = comm.all_gather_object((dist.get_rank(), key in made), Tag(None, what))
         ranks, there = zip(*cast("list[tuple[int, bool]]", facts), strict=True)
         if not all(there):
-            with comm.named_errors("new_group", Tag(0, what, "root")):
+            with comm.named_errors("new_group", Tag(None, what)):
                 group = dist.new_group(
                     list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
                 )

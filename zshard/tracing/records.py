@@ -23,8 +23,8 @@ class Label(Protocol):
         """The phase that it belongs to."""
 
     @property
-    def unit(self) -> str:
-        """The unit, or what the ranks meet about."""
+    def subject(self) -> str:
+        """The unit, or what it is for."""
 
 
 class Name(NamedTuple):
@@ -77,7 +77,7 @@ class Transfer:
     """
 
     def __init__(self, op: str, label: Label, nbytes: int, lane: str, first: Stamp) -> None:
-        self.op, self.phase, self.unit = op, label.phase, label.unit
+        self.op, self.phase, self.unit = op, label.phase, label.subject
         self.bytes, self.lane = nbytes, lane
         self.event: Event | None = None
         self.issued = self.returned = self.began = self.ended = math.nan
@@ -86,6 +86,11 @@ class Transfer:
         self.start: Stamp | None = None  # of the lane's own stream, where it has one
         self.ends: list[Stamp] = []  # of its parts that have ended
         self.parts = 1
+
+    @property
+    def subject(self) -> str:
+        """As ``Label`` has it."""
+        return self.unit
 
     def watch(self, works: Sequence[object]) -> None:
         """Note when ``works``, which are one collective, are complete."""
@@ -161,7 +166,7 @@ class Stall:
     """
 
     def __init__(self, op: str, label: Label, transfer: Transfer | None, first: Stamp) -> None:
-        self.op, self.phase, self.unit = op, label.phase, label.unit
+        self.op, self.phase, self.unit = op, label.phase, label.subject
         self.transfer = transfer
         self.inside: Event | None = None
         self.began = self.ended = math.nan

@@ -59,18 +59,18 @@ class Neighbours:
         notes = self._arena.window(_NOTE_BYTES)
         self._notes = notes.rows.numpy()
         self._note = memoryview(notes.own.numpy())  # type: ignore[arg-type]
-        self._texts: dict[tuple[str, str, str], bytes] = {}
+        self._texts: dict[tuple[str, ...], bytes] = {}
 
     # --- who is missing --------------------------------------------------------------------------
 
     def note(self, op: str, tag: Tag) -> None:
         """Publish what this rank is at, for the others' errors."""
-        key = op, tag.phase, tag.unit
+        key = op, tag.phase, tag.unit, tag.about
         text = self._texts.get(key)
         if text is None:
             text = f"{op} in {tag.what}".encode()[: _NOTE_BYTES - 32]
             self._texts[key] = text
-        self._write_note(b"%b in step %d\0" % (text, tag.step))
+        self._write_note(b"%b%b\0" % (text, tag.when.encode()))
 
     def _write_note(self, text: bytes) -> None:
         if not self.failed:
