@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -107,6 +108,29 @@ def test_ranks_may_run_unlike_units_of_models_inside_each_other(
     comm: str, routed: set[int], early: bool, trains: bool
 ) -> None:
     assert run_ranks(inside, 2, comm, routed, early, trains) == [[], []]
+
+
+def leaves_out(rank: int, world_size: int, comm: str) -> list[object]:
+    """A rank leaves out the inner model in a step behind three that are alike."""
+    inner, _, outer = (zshard.wrap(model, comm=comm) for model in chain(early=True, trains=False))
+    outer.inner = [inner]
+    found: list[object] = []
+    for step in range(6):
+        outer.inner = [None] if (step, rank) == (3, 0) else [inner]
+        try:
+            outer(batch(0, 0)).square().mean().backward()
+            found.append(zshard.full_grad(outer, "inlet.weight"))
+        except zshard.MismatchError as error:
+            found.append(str(error))
+        outer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_model_that_one_rank_leaves_out_is_told_of_on_all(comm: str) -> None:
+    for *before, said, again, _ in run_ranks(leaves_out, 2, comm):
+        assert re.search(r"rank 0: a backward, .* rank 1: a forward, of wrapped model 0", said)
+        assert all(torch.equal(each, again) for each in before)
 
 
 class Planted(Exception):

@@ -30,6 +30,7 @@ from .comm import Comm
 from .crew import Crew
 from .errors import StateError
 from .meeting import Ask, Message, meetings_of, refuse, refuse_trained, trained_names
+from .outcome import Ending
 from .program import Key, Op, Programs, Run, Turn, leads_to
 from .tag import Tag
 from .unit import State, Unit
@@ -55,15 +56,14 @@ class Agreement:
         comm: Comm,
         prefetch: int,
         crew: Crew,
-        drop_backward: Callable[[bool], None],
+        drop_backward: Callable[[Ending], None],
     ) -> None:
         self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
         self.ahead = Ahead(crew, prefetch)
         self._drop_backward = drop_backward
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
-        self._programs = Programs()
-        self._run = Run()
+        self._programs, self._run = Programs(), Run()
         self._backward: Key = ()  # of the last one
         self._loose = False  # whether ranks have left a program, and meet at phases' ends as well
         self._meetings = meetings_of(comm)
@@ -289,7 +289,7 @@ class Agreement:
         run = self._run
         if run.reduces and self._crew.has_peers:
             # They are not to be met before they have reduced without this rank's gradients.
-            self._drop_backward(True)
+            self._drop_backward(Ending.STRAYED)
             raise StateError(
                 f"rank {self._comm.place}: backward reached unit {unit.label!r} by another way "
                 "than the one before. The step's gradients are dropped on every rank. Repeat the "

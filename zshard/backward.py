@@ -31,6 +31,7 @@ import torch
 from .errors import Error, StateError
 from .forward_log import Forward, ForwardLog
 from .meeting import Ask
+from .outcome import Ending
 from .phase import Phase, inside_backward
 from .recomputation import Recomputation
 from .unit import State, Unit
@@ -58,8 +59,7 @@ class Backward:
         self._reducer = schedule.reducer
         self._trained_changed = False
         self.current: Unit | None = None
-        self.sync = True
-        self._reduces = True  # what ``sync`` was as the last backward began
+        self.sync = self._reduces = True  # the latter: what it was as the last backward began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: weakref.ref[partial[None]] | None = None
         self.forwards, self.recomputation = ForwardLog(), Recomputation()
@@ -187,7 +187,7 @@ class Backward:
     def _leaf_grad_arrived(self, unit: Unit) -> None:
         self._begin(f"{unit.index}")
         if self._reduces and self._agreement.has_reduced(unit):
-            self._schedule.reset(strayed=True)
+            self._schedule.reset(Ending.STRAYED)
             raise StateError(
                 f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
                 "had been reduced. If it is used in several reentrant checkpoints, pass "
@@ -227,7 +227,7 @@ class Backward:
             if each is self:
                 break
         if self._reduces:
-            self._crew.end_reductions(lost=self._lost)
+            self._crew.end_reductions(Ending.LOST if self._lost else Ending.WELL)
             self._lost = False
         else:
             for flat in self._reducer.trained_flats:
@@ -325,7 +325,7 @@ class Backward:
         self.forwards.forget()
         self._lost = False
 
-    def abandon(self, strayed: bool) -> None:
+    def abandon(self, ending: Ending) -> None:
         """Leave the forward or backward under way; see [Note: after an exception]."""
         self._end = None
         self._agreement.abort()
@@ -341,7 +341,7 @@ class Backward:
         if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
             self._agreement.finish()
             if reduces:
-                self._crew.end_reductions(failed=True, strayed=strayed)
+                self._crew.end_reductions(ending)
                 self._lost = False
                 self._reducer.settle()
         elif self._crew.phase is Phase.BACKWARD:

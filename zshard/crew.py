@@ -14,6 +14,7 @@ from torch.autograd.profiler import record_function
 
 from .comm import Comm
 from .errors import StateError
+from .outcome import Ending
 from .phase import NEXT_PHASES, Phase
 from .reduction import Reducer
 from .tag import Tag
@@ -91,12 +92,10 @@ class Crew:
         """Reduce the gradients that are there."""
         self._reducer.reduce(unit, self._tag("reduce", unit), self.doing)
 
-    def end_reductions(
-        self, *, failed: bool = False, strayed: bool = False, lost: bool = False
-    ) -> None:
+    def end_reductions(self, ending: Ending) -> None:
         """Complete the reductions, and tell the ranks what came out; see ``Reducer.finish``."""
         tag = self._tag("reduce", self._root)
-        self._reducer.finish(tag, failed=failed, strayed=strayed, lost=lost)
+        self._reducer.finish(tag, ending)
         self.step += 1
 
     def release(self, unit: Unit) -> None:

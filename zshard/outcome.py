@@ -7,6 +7,7 @@ for. On CPU the two are one message.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -28,19 +29,34 @@ class Outcome(NamedTuple):
     present: list[bool]  # of each trained parameter, whether any rank has a gradient
 
 
+class Ending(enum.Enum):
+    """How a step's backward has ended on this rank."""
+
+    WELL = "well"
+    RAISED = "an exception has left it"
+    STRAYED = "it has taken another way than before"
+    LOST = "well, but an exception has left an earlier one inside no_sync, where nobody was told"
+
+    @property
+    def without_gradients(self) -> bool:
+        """Whether this rank has taken part in the reductions without its gradients."""
+        return self in (Ending.RAISED, Ending.STRAYED)
+
+
 class Telling:
     """This rank's part, then the sum, while it is under way.
 
     Args:
         stats: (2,) float64, of this rank's shards: the sum of squares, and the non-finite flag.
-        failed: whether the backward raised on this rank; strayed: because it took another way.
+        ending: of the backward on this rank.
         present: of each trained parameter, whether this rank has a gradient.
     """
 
     def __init__(
-        self, stats: torch.Tensor, failed: bool, strayed: bool, present: Iterable[bool], comm: Comm
+        self, stats: torch.Tensor, ending: Ending, present: Iterable[bool], comm: Comm
     ) -> None:
-        mine = [failed, failed * comm.place, strayed, *present]
+        failed = ending is not Ending.WELL
+        mine = [failed, failed * comm.place, ending is Ending.STRAYED, *present]
         told = torch.tensor(mine, dtype=torch.float64, device="cpu")
         joined = torch.cat([stats, told]) if stats.is_cpu else None
         self._messages = [stats, told] if joined is None else [joined]

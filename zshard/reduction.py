@@ -20,7 +20,7 @@ from .comm import Comm
 from .errors import StateError
 from .flat import Flat
 from .flight import Flight, Route
-from .outcome import Outcome, Telling
+from .outcome import Ending, Outcome, Telling
 from .param import Sharded
 from .pool import Pool, Scratch
 from .refusal import attempt, raise_together
@@ -47,7 +47,7 @@ class Reducer:
         self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
         self._stats_of = dict(zip(self.all_flats, self._stats.unbind(), strict=True))
         self._present: dict[Flat, list[bool]] = {}
-        self._failed = False  # whether the backward has raised on this rank
+        self._ending = Ending.WELL  # of the last backward
         self._telling: Telling | None = None  # what came out, until ``settle`` has taken it in
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
@@ -90,14 +90,8 @@ class Reducer:
         self.grad_scale, self.unscales = None, False
         self._present.clear()
 
-    def finish(self, tag: Tag, *, failed: bool, strayed: bool, lost: bool) -> None:
-        """End a backward: complete the reductions, and start telling the ranks what came out.
-
-        Args:
-            failed: whether it raised on this rank, which has taken part without its gradients.
-            strayed: whether that was because it took another way than before.
-            lost: whether an earlier one of this step did, inside no_sync, where nobody was told.
-        """
+    def finish(self, tag: Tag, ending: Ending) -> None:
+        """End a backward: complete the reductions, and start telling the ranks what came out."""
         while self._in_flight:
             self._in_flight.pop(0).land()
         if self._apart is not None:
@@ -106,11 +100,11 @@ class Reducer:
         while self._flights:
             self._flights[0].wait()
             self._flights.pop(0)
-        self._failed = failed
+        self._ending = ending
         present = chain(*(self._present[flat] for flat in self.trained_flats))
         stats = self._stats.sum(0)
-        self._telling = Telling(stats, failed or lost, strayed, present, self._comm)
-        self._telling.start(tag._replace(phase="reduce", unit="norm"))
+        self._telling = Telling(stats, ending, present, self._comm)
+        self._telling.start(tag._replace(phase="reduce", about="norm"))
 
     def settle(self) -> None:
         """Read the result of the last backward's all-reduce, if that has not been done.
@@ -145,7 +139,7 @@ class Reducer:
 
     def _drop(self, found: Outcome) -> None:
         self.drop()
-        if not self._failed:
+        if not self._ending.without_gradients:
             single = found.failures == 1
             who = f"rank {found.places}" if single else f"{found.failures} ranks"
             raise StateError(

@@ -38,6 +38,7 @@ from .errors import StateError
 from .forward import ForwardHooks
 from .meeting import Ask
 from .methods import Methods
+from .outcome import Ending
 from .param import Sharded
 from .phase import Phase
 from .pool import Pool
@@ -128,16 +129,16 @@ class Schedule:
         """Every sharded parameter, in the order of the units."""
         return [param for flat in self.flats for param in flat.params]
 
-    def reset(self, strayed: bool = False) -> None:
+    def reset(self, ending: Ending = Ending.RAISED) -> None:
         """Reshard every unit after an exception, and drop the gradients.
 
         The other ranks may be in the middle of the forward or backward, so this one takes part in
         what is left of it, without gradients, and tells them.
 
         Args:
-            strayed: the exception is that backward took another way than before.
+            ending: of the backward, if one is under way.
         """
-        self.backward.abandon(strayed)
+        self.backward.abandon(ending)
         self.reducer.abandon()
         self.agreement.abandon()
         for unit in self.units:
