@@ -95,7 +95,7 @@ void a_place_that_cannot_be_is_refused() {
     using Bad = std::invalid_argument;
     check_throws<Bad>([=] { Rendezvous(memory + 4, 64, 2, 0); }, "64 bytes");
     check_throws<Bad>([=] { Rendezvous(memory, 32, 2, 0); }, "64 bytes");
-    check_throws<Bad>([=] { Rendezvous(memory, 64, 2, 2); }, "no such rank");
+    check_throws<Bad>([=] { Rendezvous(memory, 64, 2, 2); }, "rank 2 is not in [0, 2)");
 }
 
 }  // namespace

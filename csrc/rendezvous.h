@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <ctime>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 namespace zshard {
 
@@ -36,9 +38,12 @@ class Rendezvous {
     Rendezvous(uintptr_t memory, int64_t stride, int64_t world_size, int64_t rank)
         : memory_(memory), stride_(stride), world_size_(world_size), rank_(rank) {
         if (memory == 0 || memory % alignof(Presence) != 0 || stride % alignof(Presence) != 0)
-            throw std::invalid_argument("a rendezvous lies at a multiple of 64 bytes");
+            throw std::invalid_argument("rendezvous: memory " + std::to_string(memory) +
+                                        " and stride " + std::to_string(stride) +
+                                        " have to be multiples of 64 bytes, and not null");
         if (world_size < 1 || rank < 0 || rank >= world_size)
-            throw std::invalid_argument("no such rank of a rendezvous");
+            throw std::invalid_argument("rendezvous: rank " + std::to_string(rank) +
+                                        " is not in [0, " + std::to_string(world_size) + ")");
     }
 
     // What this rank's memory holds may be read: stores before this are seen by those who wait.
@@ -103,7 +108,8 @@ class Rendezvous {
             const long status =
                 syscall(SYS_futex, &counter, FUTEX_WAIT, seen, &timeout, nullptr, 0);
             if (status != 0 && errno != EAGAIN && errno != ETIMEDOUT && errno != EINTR)
-                throw std::runtime_error("the kernel refused to wait on shared memory");
+                throw std::system_error(errno, std::generic_category(),
+                                        "waiting on shared memory (futex)");
             if (status != 0 && errno == EINTR)
                 return reached(counter, count);  // a signal to handle
         }
