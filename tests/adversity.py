@@ -26,12 +26,12 @@ from torch import Tensor, nn
 import zshard
 
 # Everything that changes what a file system holds, and what brackets it.
-kOperations = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir", "close")
+OPERATIONS = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir", "close")
 
-kData = ("model.safetensors", "optimizer.safetensors", "rng.safetensors")
-kManifest = "checkpoint.json"
+DATA = ("model.safetensors", "optimizer.safetensors", "rng.safetensors")
+MANIFEST = "checkpoint.json"
 
-kTimeout = 20.0  # seconds, of the groups of forked ranks
+TIMEOUT = 20.0  # seconds, of the groups of forked ranks
 
 Bits = dict[str, Tensor]
 
@@ -193,7 +193,7 @@ class Scene:
                 assert states.at(folder / name) == label
 
 
-kScenes = {
+SCENES = {
     "new": Scene({}, "x"),
     "replace": Scene({"x": "old"}, "x"),
     "keep": Scene({"a": "older", "b": "old"}, "x", keep=1),
@@ -207,7 +207,7 @@ kScenes = {
 
 
 # What `scratch` makes, wherever it does.
-kScratch = "scratch-of-a-test-"
+SCRATCH = "scratch-of-a-test-"
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def scratch() -> Iterator[Path]:
     """A folder in memory where there is one: thousands of saves would wait for a disk."""
     shared = "/dev/shm"
     place = shared if os.path.isdir(shared) and os.access(shared, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=kScratch, dir=place) as name:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as name:
         yield Path(name)
 
 
@@ -274,7 +274,7 @@ def dying(after: int, *, kill: bool = False) -> Iterator[list[str]]:
 
         return call
 
-    with patched(**{name: tapped(name, getattr(os, name)) for name in kOperations}):
+    with patched(**{name: tapped(name, getattr(os, name)) for name in OPERATIONS}):
         yield done
 
 
@@ -308,7 +308,7 @@ def fork(body: Callable[..., int], *args: Any) -> int:
 
 def wait(pid: int) -> int:
     """The exit status, or minus the signal; fails past the groups' timeout."""
-    deadline = time.monotonic() + kTimeout
+    deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -316,7 +316,7 @@ def wait(pid: int) -> int:
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    raise AssertionError(f"a rank had not ended after {kTimeout} s")
+    raise AssertionError(f"a rank had not ended after {TIMEOUT} s")
 
 
 def join(rank: int, store: Path) -> None:
@@ -327,5 +327,5 @@ def join(rank: int, store: Path) -> None:
         store=dist.FileStore(str(store), 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=kTimeout),
+        timeout=timedelta(seconds=TIMEOUT),
     )

@@ -31,12 +31,12 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     Which half is in their names, so that a test stays with its transport; ZSHARD_COMM=auto or
     =group runs all of them alike. (Over "peer" itself simulated ranks are refused.)
     """
-    if ranks.kTransport not in os.environ:
+    if ranks.TRANSPORT not in os.environ:
         half = crc32(request.node.nodeid.encode()) % 2
-        monkeypatch.setenv(ranks.kTransport, ("group", "auto")[half])
+        monkeypatch.setenv(ranks.TRANSPORT, ("group", "auto")[half])
 
 
 @pytest.fixture
 def over_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what the process group's collectives do."""
-    monkeypatch.setenv(ranks.kTransport, "group")
+    monkeypatch.setenv(ranks.TRANSPORT, "group")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zshard
 
-kSeed = 99
+SEED = 99
 
 
 def on_meta(name: str) -> nn.Module:
@@ -46,7 +46,7 @@ class Logged:
 def plain(name: str, calls: list[str], device: str = "cpu") -> nn.Module:
     """The same model without zshard, drawn module after module as ``calls`` says."""
     model = models.build(name).to(device)
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     for path in calls:
         draw(model.get_submodule(path))
     return model
@@ -96,4 +96,4 @@ class Large(nn.Module):
         )
 
 
-kLargest = 4 * (64 * 512 + 512 + 512 * 64 + 64)
+LARGEST = 4 * (64 * 512 + 512 + 512 * 64 + 64)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-kWidth = 7
-kHidden = 13
-kVocab = 17
-kSequence = 5
+WIDTH = 7
+HIDDEN = 13
+VOCAB = 17
+SEQUENCE = 5
 
 
 class Block(nn.Module):
@@ -25,9 +25,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(kWidth)
-        self.up = nn.Linear(kWidth, kHidden)
-        self.down = nn.Linear(kHidden, kWidth, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # x (B, 7)
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -52,9 +52,9 @@ class Blocks(nn.Module):
     ) -> None:
         super().__init__()
         self.order = order
-        self.inlet = nn.Linear(3, kWidth)
+        self.inlet = nn.Linear(3, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.outlet = nn.Linear(kWidth, 1)
+        self.outlet = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:  # x (B, 3)
         x = self.inlet(x)
@@ -69,7 +69,7 @@ class OddParameters(Blocks):
     def __init__(self) -> None:
         super().__init__(block=OddBlock)
         self.gain = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0, kWidth))
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
         self.one = nn.Parameter(torch.full((1,), 0.25))
         self.mix = nn.Parameter(torch.eye(3) + 0.1)
 
@@ -107,7 +107,7 @@ class Unused(Blocks):
     def __init__(self) -> None:
         super().__init__(order=(0, 2))
         for block in self.blocks:
-            block.spare = nn.Parameter(torch.ones(3, kWidth))
+            block.spare = nn.Parameter(torch.ones(3, WIDTH))
 
 
 class Frozen(Blocks):
@@ -143,7 +143,7 @@ class GPTBlock(nn.Module):
         self.inside = inside
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, dropout)
-        self.mlp = nn.Sequential(nn.Linear(width, kHidden), nn.GELU(), nn.Linear(kHidden, width))
+        self.mlp = nn.Sequential(nn.Linear(width, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -172,11 +172,11 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.around = around
-        self.tokens = nn.Embedding(kVocab, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(kSequence, width))
+        self.tokens = nn.Embedding(VOCAB, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(SEQUENCE, width))
         self.blocks = nn.ModuleList(GPTBlock(width, dropout, inside) for _ in range(3))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, kVocab, bias=False)
+        self.head = nn.Linear(width, VOCAB, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -200,19 +200,19 @@ def images(generator: torch.Generator) -> Tensor:
 
 def tokens(generator: torch.Generator) -> Tensor:
     """Return one rank's batch for the transformer: (3, 6) int64, the last column a target only."""
-    return torch.randint(kVocab, (3, kSequence + 1), generator=generator)
+    return torch.randint(VOCAB, (3, SEQUENCE + 1), generator=generator)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its data; `name` indexes `kCases`, so a case travels to a rank as a string."""
+    """A model and its data; `name` indexes `CASES`, so a case travels to a rank as a string."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Tensor] = features
     unused: bool = False  # some parameters get no gradient: DDP has to be told
 
 
-kCases: dict[str, Case] = {
+CASES: dict[str, Case] = {
     "blocks": Case(Blocks),
     "odd_parameters": Case(OddParameters),
     "channels_last": Case(Conv, images),
@@ -230,20 +230,20 @@ kCases: dict[str, Case] = {
     "gpt_both": Case(lambda: GPT(dropout=0.2, inside=False, around=False), tokens),
 }
 
-kPlainCases = [name for name in kCases if not name.startswith("gpt_")]
-kCheckpointCases = [name for name in kCases if name.startswith("gpt_")]
+PLAIN_CASES = [name for name in CASES if not name.startswith("gpt_")]
+CHECKPOINT_CASES = [name for name in CASES if name.startswith("gpt_")]
 
 
 def build(name: str) -> nn.Module:
     """Build a case's model with the same values on every rank and in every call."""
     torch.manual_seed(1234)
-    return kCases[name].build()
+    return CASES[name].build()
 
 
 def batches(name: str, steps: int, rank: int = 0) -> list[Tensor]:
     """Return one batch a step; every rank draws its own, the same in every call."""
     generator = torch.Generator().manual_seed(77 + rank)
-    return [kCases[name].batch(generator) for _ in range(steps)]
+    return [CASES[name].batch(generator) for _ in range(steps)]
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

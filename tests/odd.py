@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zshard
 
-kInput = torch.linspace(-1.0, 1.0, 48).view(2, 3, 8)
+INPUT = torch.linspace(-1.0, 1.0, 48).view(2, 3, 8)
 
 
 class Stacked(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from zshard import reference
 
 # Rows of hypers that a call's segments take in turn.
-kHypers = {
+HYPERS = {
     "adamw_": [
         [1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0],
         [1e-2, 0.8, 0.99, 1e-6, 0.1, 0.0],
@@ -24,8 +24,8 @@ kHypers = {
         [1e-3, 0.9, 0.0, 0.0, 0.0, 0.0],
     ],
 }
-kStates = {"adamw_": ["exp_avgs", "exp_avg_sqs"], "sgd_": ["momentum_buffers"]}
-kSizes = [5001, 70_003, 0, 1]
+STATES = {"adamw_": ["exp_avgs", "exp_avg_sqs"], "sgd_": ["momentum_buffers"]}
+SIZES = [5001, 70_003, 0, 1]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Call:
 
 def make(
     op: str,
-    sizes: list[int] = kSizes,
+    sizes: list[int] = SIZES,
     segments: list[list[int]] | None = None,
     grad_dtype: torch.dtype = torch.float32,
     send_dtype: torch.dtype | None = None,
@@ -73,11 +73,11 @@ def make(
         lows = [torch.zeros(size + start, dtype=torch.int16)[start:] for size in sizes]
         for hi, lo, value in zip(masters, lows, values, strict=True):
             reference.split_master_(hi, lo, value)
-    states = {name: shards(torch.float32) for name in kStates[op]}
+    states = {name: shards(torch.float32) for name in STATES[op]}
     for square in states.get("exp_avg_sqs", []):
         square.square_()
     rows = segments if segments is not None else [[u, 0, size] for u, size in enumerate(sizes)]
-    cycle = hypers or kHypers[op]
+    cycle = hypers or HYPERS[op]
     return Call(
         op=op,
         masters=masters,

@@ -29,19 +29,19 @@ from typing import Any
 
 # What a rank would otherwise import itself; none of it starts a thread. pytest comes with the
 # test's module, and torch._dynamo (800 modules, a second) with the first step of any optimizer.
-kPreloaded = [
+PRELOADED = [
     *("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo"),
     *("torch.nn.parallel", "pytest", "zshard"),
 ]
 
 # What comm="auto" stands for; the ranks get it from the test's process.
-kTransport = "ZSHARD_COMM"
+TRANSPORT = "ZSHARD_COMM"
 
 # Once a rank has failed, the others get this long to tell their side before they are killed.
-kGraceSeconds = 2.0
+GRACE_SECONDS = 2.0
 
 # SIGUSR1 to SIGKILL: time for faulthandler to write the stacks.
-kStackSeconds = 0.3
+STACK_SECONDS = 0.3
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal at the parent's end
 
@@ -101,7 +101,7 @@ class _Rank:
 
 def start_server() -> None:
     """Start the fork server now, so that its import of torch is not charged to the first case."""
-    _context.set_forkserver_preload(kPreloaded)
+    _context.set_forkserver_preload(PRELOADED)
     # One thread a rank: the server must not start a pool before it forks, and the ranks of a case
     # share the cores of one machine.
     before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -118,7 +118,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
-    grace: float = kGraceSeconds,
+    grace: float = GRACE_SECONDS,
     group: bool = True,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on `world_size` ranks; return their results in rank order.
@@ -138,7 +138,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="zshard-ranks-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         # Plain pickle, not the process's own: that one would hand tensors over as shared memory.
-        call = pickle.dumps((fn, args, os.environ.get(kTransport)))
+        call = pickle.dumps((fn, args, os.environ.get(TRANSPORT)))
         ranks = []
         for rank in range(world_size):
             process = _context.Process(
@@ -196,7 +196,7 @@ def _wait_for(
         rank.at_deadline = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.ident, signal.SIGUSR1)
-    time.sleep(kStackSeconds if late else 0.0)
+    time.sleep(STACK_SECONDS if late else 0.0)
     return late
 
 
@@ -219,7 +219,7 @@ def _rank_main(
     try:
         fn, args, transport = pickle.loads(call)
         if transport is not None:
-            os.environ[kTransport] = transport
+            os.environ[TRANSPORT] = transport
         with _process_group(rank, world_size, folder, timeout) if group else nullcontext():
             value = fn(rank, world_size, *args)
         payload = pickle.dumps((value, None))

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import zshard
 from zshard.param import Sharded
 
-kStep = 5
-kRate = 0.0625
-kPrecisions = {
+STEP = 5
+RATE = 0.0625
+PRECISIONS = {
     "fp32": None,
     "bf16": zshard.Precision.bf16(),
     "split": zshard.Precision.bf16(master="split"),
@@ -51,7 +51,7 @@ class Side:
         mesh = None
         if self.hsdp:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        precision = kPrecisions[self.precision]
+        precision = PRECISIONS[self.precision]
         return zshard.wrap(model, strategy=self.strategy, precision=precision, mesh=mesh)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -99,11 +99,11 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None
     for name, state in states["state"].items():
         for key, tensor in state.items():
             if key == "step":
-                tensor.fill_(kStep)
+                tensor.fill_(STEP)
             else:
                 write(tensor, value_of(f"{key} {name}", weights[name].shape))
     for group in states["param_groups"]:
-        group["lr"] = kRate
+        group["lr"] = RATE
     dcp.save({"model": weights, "optim": states}, checkpoint_id=path)
 
 
@@ -121,12 +121,12 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> list
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
     wrong += [f"states of {name}" for name in trained if name not in states["state"]]
     for name, state in states["state"].items():
-        wrong += [f"step of {name}: {state['step']}"] if state["step"] != kStep else []
+        wrong += [f"step of {name}: {state['step']}"] if state["step"] != STEP else []
         for key in ("exp_avg", "exp_avg_sq"):
             if differs(state[key], value_of(f"{key} {name}", weights[name].shape)):
                 wrong.append(f"{key} of {name}")
     rates = [group["lr"] for group in optimizer.param_groups]
-    return wrong + ([f"lr {rates}"] if rates != [kRate] else [])
+    return wrong + ([f"lr {rates}"] if rates != [RATE] else [])
 
 
 def elements_written_once(model: nn.Module) -> list[str]:

@@ -14,8 +14,8 @@ from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bi
 
 import zshard
 
-kMicro = 3
-kBatches = 4 * kMicro
+MICRO = 3
+BATCHES = 4 * MICRO
 
 
 def both_sides(
@@ -26,16 +26,16 @@ def both_sides(
     options: dict[str, object],
     clip: tuple[float, float] | None = None,
 ) -> tuple[Record, Record]:
-    data = models.batches(name, kBatches, rank)
+    data = models.batches(name, BATCHES, rank)
     records = []
     for is_wrapped in (True, False):
         model = models.build(name)
         if is_wrapped:
             side: Plain | Wrapped = Wrapped(zshard.wrap(model, **options))
         else:
-            side = Plain(model, world_size, models.kCases[name].unused)
+            side = Plain(model, world_size, models.CASES[name].unused)
         records.append(
-            train(side, adamw(model), data, accumulate=kMicro, no_sync=no_sync, clip=clip)
+            train(side, adamw(model), data, accumulate=MICRO, no_sync=no_sync, clip=clip)
         )
     return records[0], records[1]
 

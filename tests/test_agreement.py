@@ -20,8 +20,8 @@ from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bi
 import zshard
 from zshard.wrap import schedule_of
 
-kBlocks = 4
-kSteps = 8
+BLOCKS = 4
+STEPS = 8
 
 
 class Routed(nn.Module):
@@ -33,13 +33,13 @@ class Routed(nn.Module):
 
     def __init__(self, rank: int, route: str, region: bool = False) -> None:
         super().__init__()
-        self.inlet = nn.Linear(3, models.kWidth)
-        self.blocks = nn.ModuleList(Block() for _ in range(kBlocks))
-        self.outlet = nn.Linear(models.kWidth, 1)
+        self.inlet = nn.Linear(3, models.WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.outlet = nn.Linear(models.WIDTH, 1)
         self.rank, self.route, self.region, self.step = rank, route, region, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        path = kRoutes[self.route](self.rank, self.step)
+        path = ROUTES[self.route](self.rank, self.step)
         self.step += 1
         x = self.inlet(x)
         x = checkpoint(self.run, x, path, use_reentrant=False) if self.region else self.run(x, path)
@@ -53,16 +53,16 @@ class Routed(nn.Module):
 
 def stochastic_depth(rank: int, step: int) -> list[int]:
     rng = random.Random(f"{rank} {step}")
-    return [block for block in range(kBlocks) if rng.random() < 0.6]
+    return [block for block in range(BLOCKS) if rng.random() < 0.6]
 
 
 def any_order(rank: int, step: int) -> list[int]:
     rng = random.Random(f"{rank} {step}")
-    return [rng.randrange(kBlocks) for _ in range(rng.randrange(6))]
+    return [rng.randrange(BLOCKS) for _ in range(rng.randrange(6))]
 
 
 # (rank, step) -> the blocks that run, in order.
-kRoutes: dict[str, Callable[[int, int], list[int]]] = {
+ROUTES: dict[str, Callable[[int, int], list[int]]] = {
     "an expert each": lambda rank, step: [0, 1 + rank % 3],
     "stochastic depth": stochastic_depth,
     "one rank skips all": lambda rank, step: [] if rank == 0 else [0, 1, 2, 3],
@@ -77,7 +77,7 @@ kRoutes: dict[str, Callable[[int, int], list[int]]] = {
 def routed(
     rank: int, world_size: int, route: str, options: dict[str, object], region: bool = False
 ) -> tuple[Record, Record]:
-    data = models.batches("blocks", kSteps, rank)
+    data = models.batches("blocks", STEPS, rank)
     records = []
     for is_wrapped in (False, True):
         torch.manual_seed(1)
@@ -91,7 +91,7 @@ def routed(
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("route", kRoutes)
+@pytest.mark.parametrize("route", ROUTES)
 def test_ranks_that_run_different_units_equal_ddp_bit_by_bit(route: str, strategy: str) -> None:
     for actual, expected in run_ranks(routed, 2, route, {"strategy": strategy}):
         assert_same_bits(actual, expected)

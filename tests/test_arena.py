@@ -9,24 +9,24 @@ import torch
 
 from zshard.transports.arena import COPIED, Arena, Extent, Window
 
-kSmall, kRank, kRanks = 1024, 1, 3
+SMALL, RANK, RANKS = 1024, 1, 3
 
 
 class Plain(Arena[Window]):
     """Of ranks that are all here."""
 
     def __init__(self, overhead: int) -> None:
-        super().__init__(kSmall, overhead)
+        super().__init__(SMALL, overhead)
         self.gap, self.made = overhead, list[int]()
 
     def allocate(self, part: int) -> Extent[Window]:
         self.made.append(part)
-        parts = torch.zeros(kRanks, part, dtype=torch.uint8)
+        parts = torch.zeros(RANKS, part, dtype=torch.uint8)
 
         def cut(begin: int, nbytes: int) -> Window:
-            return Window(parts[:, begin + self.gap : begin + self.gap + nbytes], kRank)
+            return Window(parts[:, begin + self.gap : begin + self.gap + nbytes], RANK)
 
-        return Extent(parts[kRank], cut)
+        return Extent(parts[RANK], cut)
 
 
 @pytest.mark.parametrize("overhead", [0, 64])
@@ -35,7 +35,7 @@ def test_windows_of_any_size_have_their_bytes_for_themselves(overhead: int) -> N
     sizes = [chance.choice((0, 1, 63, 64, 65, 200, 896, 960, 1024, 1025, 5000)) for _ in range(200)]
     windows = [arena.window(nbytes) for nbytes in sizes]
     for number, (window, nbytes) in enumerate(zip(windows, sizes, strict=True)):
-        assert window.rows.shape == (kRanks, nbytes)
+        assert window.rows.shape == (RANKS, nbytes)
         assert window.own.data_ptr() % 64 == 0 or nbytes == 0
         window.rows.fill_(number)
     for number, window in enumerate(windows):
@@ -57,9 +57,9 @@ def test_a_tensor_is_found_in_its_window_at_its_byte() -> None:
 
 def test_small_windows_share_extents_and_a_large_one_is_given_back() -> None:
     arena = Plain(0)
-    small, large = arena.window(64), arena.window(2 * kSmall)
+    small, large = arena.window(64), arena.window(2 * SMALL)
     rest = [arena.window(320) for _ in range(4)]
-    assert arena.made == [kSmall, 2 * kSmall, kSmall]
+    assert arena.made == [SMALL, 2 * SMALL, SMALL]
     for window in (small, large, *rest):
         arena.give_back(window.own)
     assert arena.find(large.own) is None
@@ -82,12 +82,12 @@ def test_there_is_room_exactly_where_nothing_is_allocated(overhead: int) -> None
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_gather_reads_every_ranks_shard(whole: bool) -> None:
     """A full buffer holds this rank's shard at its place; other buffers are shards."""
-    window = Plain(64).window(kRanks * 128)
+    window = Plain(64).window(RANKS * 128)
     window.whole = whole
-    window.rows.copy_(torch.arange(kRanks).view(-1, 1) * 100 + torch.arange(kRanks * 128) // 128)
-    shards = window.shards(kRank * 128, 128)
-    expected = [100 * rank + (rank if whole else kRank) for rank in range(kRanks)]
-    assert [shard.dtype for shard in shards] == [COPIED] * kRanks
+    window.rows.copy_(torch.arange(RANKS).view(-1, 1) * 100 + torch.arange(RANKS * 128) // 128)
+    shards = window.shards(RANK * 128, 128)
+    expected = [100 * rank + (rank if whole else RANK) for rank in range(RANKS)]
+    assert [shard.dtype for shard in shards] == [COPIED] * RANKS
     assert [shard.view(torch.uint8).tolist() for shard in shards] == [
         [value % 256] * 128 for value in expected
     ]

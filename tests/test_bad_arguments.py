@@ -252,7 +252,7 @@ def test_containers_that_are_never_called_are_no_units_by_default() -> None:
     model(torch.ones(2)).sum().backward()
 
 
-kCalls: dict[str, Callable[[nn.Module], object]] = {
+CALLS: dict[str, Callable[[nn.Module], object]] = {
     "clip_grad_norm_": lambda model: zshard.clip_grad_norm_(model, 1.0),
     "describe": zshard.describe,
     "export": lambda model: zshard.export("nowhere", model),
@@ -274,10 +274,10 @@ kCalls: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", kCalls)
+@pytest.mark.parametrize("name", CALLS)
 def test_a_plain_model_is_refused_as_the_docstring_says(name: str) -> None:
     with pytest.raises(zshard.WrapError, match=r"this Linear is not wrapped; pass zshard\.wrap's"):
-        kCalls[name](nn.Linear(2, 2))
+        CALLS[name](nn.Linear(2, 2))
     said = getattr(zshard, name).__doc__
     assert "WrapError: if the model is not wrapped." in said.partition("Raises:")[2]
 
@@ -289,4 +289,4 @@ def test_every_call_of_a_model_is_tried_with_a_plain_one() -> None:
         if inspect.isfunction(call := getattr(zshard, name))
         and {"model", "model_or_params"} & inspect.signature(call).parameters.keys()
     }
-    assert takes_a_model - {"wrap", "plan"} == kCalls.keys()
+    assert takes_a_model - {"wrap", "plan"} == CALLS.keys()

@@ -247,7 +247,7 @@ def test_ranks_whose_values_differ_are_told_where_on_every_rank() -> None:
         assert "blocks.2.up.bias: rank 0 and ranks [1] have different values" in message, message
 
 
-kWrong: list[dict[str, object]] = [
+WRONG: list[dict[str, object]] = [
     {"precision": "bf16"},
     {"precision": torch.bfloat16},
     {"units": 5},
@@ -262,7 +262,7 @@ kWrong: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments", kWrong, ids=str)
+@pytest.mark.parametrize("arguments", WRONG, ids=str)
 def test_arguments_that_cannot_be_used_are_refused_and_the_model_stays_plain(
     arguments: dict[str, object],
 ) -> None:

@@ -17,14 +17,14 @@ from zshard import cli, ops
 if TYPE_CHECKING:
     from traffic import Traffic
 
-kBenchmarks = Path(zshard.__file__).parents[1] / "benchmarks"
-kRanks = 8
+BENCHMARKS = Path(zshard.__file__).parents[1] / "benchmarks"
+RANKS = 8
 
 
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     """A counter, which the test enters."""
-    monkeypatch.syspath_prepend(kBenchmarks)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     from traffic import Traffic
 
     yield Traffic()
@@ -50,7 +50,7 @@ def adamw(a: Tensor, b: Tensor) -> None:
 
 
 # What is done with a and b, (6, 100) fp32 -> bytes read and written, in times 4 * 600.
-kCases: dict[str, tuple[Callable[[Tensor, Tensor], object], float, float]] = {
+CASES: dict[str, tuple[Callable[[Tensor, Tensor], object], float, float]] = {
     "add": (lambda a, b: a + b, 2, 1),
     "add in place": (lambda a, b: a.add_(b), 2, 1),
     "copy": (lambda a, b: a.copy_(b), 1, 1),
@@ -70,9 +70,9 @@ kCases: dict[str, tuple[Callable[[Tensor, Tensor], object], float, float]] = {
 }
 
 
-@pytest.mark.parametrize("case", kCases)
+@pytest.mark.parametrize("case", CASES)
 def test_an_op_moves_its_operands_once(case: str, traffic: Traffic) -> None:
-    run, read, written = kCases[case]
+    run, read, written = CASES[case]
     a, b = torch.ones(6, 100), torch.ones(6, 100)
     with traffic:
         run(a, b)
@@ -106,27 +106,27 @@ def test_what_is_left_out_is_not_counted(traffic: Traffic) -> None:
 
 
 # What a step moves beyond computing, bytes a parameter; see DESIGN and README, Memory and traffic.
-kPromised = {
-    "fp32": {"pack_": 4 + 4, "reduce_": 4 / kRanks, "adamw_": 28 / kRanks},
-    "bf16": {"pack_": 2 + 4, "reduce_": 4 / kRanks, "adamw_": 30 / kRanks},
+PROMISED = {
+    "fp32": {"pack_": 4 + 4, "reduce_": 4 / RANKS, "adamw_": 28 / RANKS},
+    "bf16": {"pack_": 2 + 4, "reduce_": 4 / RANKS, "adamw_": 30 / RANKS},
     # 16-bit sums are zshard's own, in fp32: of N rows.
-    "bf16/bf16": {"pack_": 2 + 2, "reduce_": 2 + 2 / kRanks, "adamw_": 28 / kRanks},
+    "bf16/bf16": {"pack_": 2 + 2, "reduce_": 2 + 2 / RANKS, "adamw_": 28 / RANKS},
 }
 
 
 def test_a_step_moves_what_is_promised_and_nothing_around_its_gathers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(kBenchmarks)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     path = tmp_path / "bytes.json"
-    line = f"bench bytes --model small --tokens 8 --ranks {kRanks} --json {path}"
+    line = f"bench bytes --model small --tokens 8 --ranks {RANKS} --json {path}"
     assert not cli.main(line.split())
     from bench_bytes import Moved, beyond_computing
 
     report = json.loads(path.read_text())
-    assert len(report["results"]) == len(kPromised)
-    for result, (precision, promised) in zip(report["results"], kPromised.items(), strict=True):
-        assert f" {precision} N={kRanks}" in result["case"]
+    assert len(report["results"]) == len(PROMISED)
+    for result, (precision, promised) in zip(report["results"], PROMISED.items(), strict=True):
+        assert f" {precision} N={RANKS}" in result["case"]
         parameters = result["parameters"]
         ours, theirs, computing = (Moved(**fields) for fields in result["moved"])
         moved = {op: n / parameters for op, n in beyond_computing(ours, computing).items()}

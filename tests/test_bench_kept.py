@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-kBenchmarks = Path(__file__).parents[1] / "benchmarks"
-kDeadline = 240  # seconds, most of them the start of Python
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+DEADLINE = 240  # seconds, most of them the start of Python
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
         "if __name__ == '__main__':\n"
         "    print(rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu))\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(kBenchmarks))
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
     line = [sys.executable, str(program)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=kDeadline)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{{'step': 1, 'because': '{because}")
 
@@ -48,7 +48,7 @@ def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
 def test_counts_are_in_the_file_before_the_next_setting_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(kBenchmarks)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     import bench_bytes
 
     names = ("zshard zero3", "FSDP2", "compute")

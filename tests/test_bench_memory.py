@@ -12,12 +12,12 @@ import pytest
 
 import zshard
 
-kBenchmarks = Path(zshard.__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(zshard.__file__).parents[1] / "benchmarks"
 
 
 def report(tmp_path: Path, script: str, *arguments: str) -> dict[str, Any]:
     path = tmp_path / "report.json"
-    command = [sys.executable, str(kBenchmarks / script), "--model", "tiny", "--tokens", "16"]
+    command = [sys.executable, str(BENCHMARKS / script), "--model", "tiny", "--tokens", "16"]
     done = subprocess.run(
         [*command, *arguments, "--json", str(path)], capture_output=True, text=True, timeout=200
     )

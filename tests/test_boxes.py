@@ -11,7 +11,7 @@ from torch import Tensor
 from zshard.boxes import boxes_of
 from zshard.layout import Layout
 
-kTensors = {
+TENSORS = {
     "0-d": torch.empty(()),
     "1-d": torch.empty(7),
     "one element": torch.empty(1, 1, 1),
@@ -25,9 +25,9 @@ kTensors = {
 }
 
 
-@pytest.mark.parametrize("name", kTensors)
+@pytest.mark.parametrize("name", TENSORS)
 def test_every_range_is_the_elements_of_its_few_boxes(name: str) -> None:
-    like = kTensors[name]
+    like = TENSORS[name]
     layout = Layout.of([like], 1)
     segment = layout.segments[0]
     memory = torch.arange(layout.numel)

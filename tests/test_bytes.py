@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zshard
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 
 
 # --- bytes on the wire ---------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def traffic(rank: int, world_size: int, strategy: str) -> tuple[int, dict[str, i
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_sends_the_textbook_volume(strategy: str, world_size: int) -> None:
     for count, sent in run_ranks(traffic, world_size, strategy):
         share = 4 * count * (world_size - 1) / world_size
@@ -121,7 +121,7 @@ def table(strategy: str, precision: str, count: int, world_size: int) -> float:
     return count * (compute * whole[0] + gradient * whole[1] + (master + 8) * whole[2])
 
 
-kPolicies = {
+POLICIES = {
     "fp32": None,
     "bf16": zshard.Precision.bf16(reduce=torch.bfloat16),
     "split": zshard.Precision.bf16(reduce=torch.bfloat16, master="split"),
@@ -130,7 +130,7 @@ kPolicies = {
 
 def held(rank: int, world_size: int, strategy: str, precision: str) -> tuple[int, dict[str, int]]:
     torch.manual_seed(0)
-    model = zshard.wrap(Wide(), strategy=strategy, precision=kPolicies[precision])
+    model = zshard.wrap(Wide(), strategy=strategy, precision=POLICIES[precision])
     optimizer = zshard.AdamW(model.parameters())
     for _ in range(2):
         step(model, optimizer, rank)
@@ -138,9 +138,9 @@ def held(rank: int, world_size: int, strategy: str, precision: str) -> tuple[int
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_holds_what_the_table_says(strategy: str, world_size: int) -> None:
-    for precision in kPolicies:
+    for precision in POLICIES:
         results = (
             [held(0, 1, strategy, precision)]
             if world_size == 1
@@ -170,7 +170,7 @@ def test_the_table_is_the_designs() -> None:
         ("zero2", "split"): 2 * p + 12 * p / n,
         ("zero3", "split"): 14 * p / n,
     }
-    assert written == {key: table(*key, p, n) for key in itertools.product(kStrategies, kPolicies)}
+    assert written == {key: table(*key, p, n) for key in itertools.product(STRATEGIES, POLICIES)}
 
 
 def no_sync_memory(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
@@ -184,7 +184,7 @@ def no_sync_memory(rank: int, world_size: int, strategy: str) -> tuple[int, int]
     return before, zshard.memory(model)["now"]["gradients"]
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_sync_takes_no_memory_where_the_gradient_buffer_is_whole(strategy: str) -> None:
     for before, inside in run_ranks(no_sync_memory, 2, strategy):
         if strategy in ("zero1", "ddp"):

@@ -14,9 +14,9 @@ from ranks import run_ranks
 
 import zshard
 
-kSizes = [1, 2, 3, 4]
-kBf16 = zshard.Precision.bf16()
-kSplit = zshard.Precision(compute=torch.bfloat16, master="split")
+SIZES = [1, 2, 3, 4]
+BF16 = zshard.Precision.bf16()
+SPLIT = zshard.Precision(compute=torch.bfloat16, master="split")
 
 
 class Case(NamedTuple):
@@ -28,11 +28,11 @@ class Case(NamedTuple):
     optimizer: type[torch.optim.Optimizer]
 
 
-kCases = [
+CASES = [
     Case("zero3", None, zshard.Precision(), zshard.AdamW),
-    Case("zero1", "layer", kBf16, zshard.AdamW),
-    Case("zero2", "model", kSplit, zshard.AdamW),
-    Case("ddp", None, kBf16, torch.optim.AdamW),
+    Case("zero1", "layer", BF16, zshard.AdamW),
+    Case("zero2", "model", SPLIT, zshard.AdamW),
+    Case("ddp", None, BF16, torch.optim.AdamW),
     Case("zero3", "layer", zshard.Precision(), torch.optim.AdamW),
 ]
 
@@ -48,7 +48,7 @@ def wrapped(case: Case, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimiz
 def save_all(rank: int, size: int, folder: str) -> list[list[float]]:
     """Train, save, and go on a little; what the run without interruption saw."""
     seen = []
-    for number, case in enumerate(kCases):
+    for number, case in enumerate(CASES):
         model, optimizer = wrapped(case, seed=1)
         train(model, optimizer, rank, range(2))
         zshard.save(f"{folder}/{size}-{number}", model, optimizer, extra={"case": number})
@@ -58,9 +58,9 @@ def save_all(rank: int, size: int, folder: str) -> list[list[float]]:
 
 def load_all(rank: int, size: int, folder: str) -> list[list[float]]:
     """Load every checkpoint into a model wrapped in another way, and save it again."""
-    for number, saved in enumerate(kCases):
-        others = [case for case in kCases if case.optimizer is saved.optimizer]
-        for writers in kSizes:
+    for number, saved in enumerate(CASES):
+        others = [case for case in CASES if case.optimizer is saved.optimizer]
+        for writers in SIZES:
             case = others[(number + writers + size) % len(others)]  # over all sizes, every pair
             model, optimizer = wrapped(case, seed=2)
             train(model, optimizer, rank, range(7, 8))  # there are states to be replaced
@@ -72,7 +72,7 @@ def load_all(rank: int, size: int, folder: str) -> list[list[float]]:
                 what = f"{saved} on {writers} ranks into {case} on {size}"
                 assert_same(content(f"{folder}/again"), content(path), what)
     seen = []
-    for number, case in enumerate(kCases):
+    for number, case in enumerate(CASES):
         model, optimizer = wrapped(case, seed=2)
         zshard.load(f"{folder}/{size}-{number}", model, optimizer)
         seen.append(train(model, optimizer, rank, range(2, 4)))
@@ -82,10 +82,10 @@ def load_all(rank: int, size: int, folder: str) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[list[float]]]]:
     folder = tmp_path_factory.mktemp("saved")
-    return folder, {size: run_ranks(save_all, size, str(folder)) for size in kSizes}
+    return folder, {size: run_ranks(save_all, size, str(folder)) for size in SIZES}
 
 
-@pytest.mark.parametrize("size", kSizes)
+@pytest.mark.parametrize("size", SIZES)
 def test_any_ranks_strategy_map_and_master_load_the_same_bits_and_go_on(
     saved: tuple[Path, dict[int, list[list[float]]]], size: int
 ) -> None:
@@ -141,10 +141,10 @@ def several_files(rank: int, size: int, folder: str) -> None:
 
     saving.FILE_BYTES = 300
     manifest.CHUNK_BYTES = saving.CHUNK_BYTES = 64
-    model, optimizer = wrapped(kCases[0], seed=1)
+    model, optimizer = wrapped(CASES[0], seed=1)
     train(model, optimizer, rank, range(2))
     zshard.save(f"{folder}/a", model, optimizer)
-    other, states = wrapped(kCases[0], seed=2)
+    other, states = wrapped(CASES[0], seed=2)
     zshard.load(f"{folder}/a", other, states)
     zshard.save(f"{folder}/b", other, states)
 
@@ -158,7 +158,7 @@ def test_large_models_go_into_several_files_with_an_index_and_many_chunks(tmp_pa
 
 
 def asynchronous(rank: int, size: int, folder: str) -> tuple[list[float], list[float]]:
-    model, optimizer = wrapped(kCases[1], seed=1)
+    model, optimizer = wrapped(CASES[1], seed=1)
     train(model, optimizer, rank, range(2))
     first = zshard.save(f"{folder}/a", model, optimizer, asynchronous=True)
     losses = train(model, optimizer, rank, range(2, 4))
@@ -167,7 +167,7 @@ def asynchronous(rank: int, size: int, folder: str) -> tuple[list[float], list[f
     train(model, optimizer, rank, range(4, 5))
     second.wait()
     assert second.done() and second.path == os.path.realpath(f"{folder}/b")
-    other, states = wrapped(kCases[1], seed=2)
+    other, states = wrapped(CASES[1], seed=2)
     zshard.load(f"{folder}/a", other, states)
     return losses, train(other, states, rank, range(2, 4))
 
@@ -221,7 +221,7 @@ def test_random_states_are_restored_on_request(tmp_path: Path) -> None:
 
 
 def on_meta(rank: int, size: int, folder: str) -> None:
-    model, optimizer = wrapped(kCases[0], seed=1)
+    model, optimizer = wrapped(CASES[0], seed=1)
     train(model, optimizer, rank, range(2))
     zshard.save(f"{folder}/a", model, optimizer)
     with torch.device("meta"):
@@ -288,7 +288,7 @@ def turned(aside: list[str], precision: zshard.Precision, *, straight: bool) -> 
 
 
 def other_orders(rank: int, size: int, folder: str) -> None:
-    for number, precision in enumerate((zshard.Precision(), kSplit)):
+    for number, precision in enumerate((zshard.Precision(), SPLIT)):
         for aside in ([], ["turned"]):
             saved = turned([], precision, straight=number == 0)
             optimizer = zshard.AdamW(saved.parameters())

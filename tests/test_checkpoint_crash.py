@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from adversity import Run, States, dies, dying, fork, join, kScenes, scratch, wait
+from adversity import SCENES, Run, States, dies, dying, fork, join, scratch, wait
 from ranks import run_ranks
 
 import zshard
@@ -16,7 +16,7 @@ import zshard
 
 def kill_one_rank_after_every_operation(rank: int, world_size: int, name: str, victim: int) -> int:
     """The test's driver, a process without threads, which can be forked; returns the cases."""
-    scene, states = kScenes[name], States("old", "older", "new", "next")
+    scene, states = SCENES[name], States("old", "older", "new", "next")
     after, returned, stores = 0, 0, itertools.count()
     with scratch() as base:
         for label in states.runs:
@@ -92,9 +92,9 @@ def test_a_rank_killed_after_any_operation_leaves_old_or_new_and_the_other_a_typ
     print(f"{name}, rank {victim}: {cases} cases")
 
 
-@pytest.mark.parametrize("name", kScenes)
+@pytest.mark.parametrize("name", SCENES)
 def test_a_death_after_any_operation_leaves_old_or_new(name: str) -> None:
-    scene, states, after = kScenes[name], States("old", "older", "new", "next"), 0
+    scene, states, after = SCENES[name], States("old", "older", "new", "next"), 0
     seen = set()
     with scratch() as base:
         while True:
@@ -112,7 +112,7 @@ def test_a_death_after_any_operation_leaves_old_or_new(name: str) -> None:
 
 
 def test_a_second_death_in_the_save_after_a_death_leaves_what_there_was_or_the_new() -> None:
-    scene, states = kScenes["replace"], States("old", "new", "newer", "next")
+    scene, states = SCENES["replace"], States("old", "new", "newer", "next")
     cases, first = 0, 0
     shapes: set[str] = set()
     with scratch() as base:

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from adversity import Run, kData, kManifest, same, scratch, two_saves
+from adversity import DATA, MANIFEST, Run, same, scratch, two_saves
 from ranks import run_ranks
 
 import zshard
 
-kMutations = 1000
-kBlock = 64  # bytes
+MUTATIONS = 1000
+BLOCK = 64  # bytes
 
 Mutation = Callable[[random.Random, Path, Path], str | None]
 
 
 def some_file(rng: random.Random, folder: Path) -> Path:
-    return folder / rng.choice([*kData, kManifest])
+    return folder / rng.choice([*DATA, MANIFEST])
 
 
 def flip_bit(rng: random.Random, folder: Path, other: Path) -> str:
@@ -60,7 +60,7 @@ def extend(rng: random.Random, folder: Path, other: Path) -> str:
 def swap_blocks(rng: random.Random, folder: Path, other: Path) -> str | None:
     path = some_file(rng, folder)
     data = path.read_bytes()
-    size = min(rng.choice([1, 4, kBlock]), len(data) // 2)
+    size = min(rng.choice([1, 4, BLOCK]), len(data) // 2)
     a = rng.randrange(len(data) - 2 * size + 1)
     b = rng.randrange(a + size, len(data) - size + 1)
     swapped = data[:a] + data[b : b + size] + data[a + size : b] + data[a : a + size]
@@ -69,7 +69,7 @@ def swap_blocks(rng: random.Random, folder: Path, other: Path) -> str | None:
 
 
 def swap_files(rng: random.Random, folder: Path, other: Path) -> str:
-    a, b = (folder / name for name in rng.sample([*kData, kManifest], 2))
+    a, b = (folder / name for name in rng.sample([*DATA, MANIFEST], 2))
     a_data, b_data = a.read_bytes(), b.read_bytes()
     a.write_bytes(b_data)
     b.write_bytes(a_data)
@@ -77,14 +77,14 @@ def swap_files(rng: random.Random, folder: Path, other: Path) -> str:
 
 
 def take_anothers_file(rng: random.Random, folder: Path, other: Path) -> str:
-    name = rng.choice(kData)
+    name = rng.choice(DATA)
     shutil.copy(other / name, folder / name)
     return name
 
 
 def take_anothers_data(rng: random.Random, folder: Path, other: Path) -> str | None:
     """Another save's data beneath this one's header: in the right place, of another step."""
-    name = rng.choice(kData)
+    name = rng.choice(DATA)
     ours, theirs = (folder / name).read_bytes(), (other / name).read_bytes()
     header = 8 + int.from_bytes(ours[:8], "little")
     assert len(ours) == len(theirs) and header == 8 + int.from_bytes(theirs[:8], "little")
@@ -96,8 +96,8 @@ def take_anothers_data(rng: random.Random, folder: Path, other: Path) -> str | N
 
 
 def take_anothers_manifest(rng: random.Random, folder: Path, other: Path) -> str:
-    shutil.copy(other / kManifest, folder / kManifest)
-    return " ".join(kData)
+    shutil.copy(other / MANIFEST, folder / MANIFEST)
+    return " ".join(DATA)
 
 
 def lose(rng: random.Random, folder: Path, other: Path) -> str:
@@ -114,7 +114,7 @@ def lose_and_make(rng: random.Random, folder: Path, other: Path) -> str:
     return path.name
 
 
-kWays: list[Mutation] = [
+WAYS: list[Mutation] = [
     *(flip_bit, change_byte, truncate, extend, swap_blocks, swap_files, take_anothers_file),
     *(take_anothers_data, take_anothers_manifest, lose, lose_and_make),
 ]
@@ -125,7 +125,7 @@ def mutations(count: int, first: Path, second: Path, place: Path) -> Iterator[tu
     done = 0
     for seed in range(10 * count):
         rng = random.Random(seed)
-        way = kWays[seed % len(kWays)]
+        way = WAYS[seed % len(WAYS)]
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(first, place)
         names = way(rng, place, second)
@@ -159,7 +159,7 @@ def test_a_thousand_damages_are_each_refused_by_name_and_never_loaded() -> None:
     data_found = 0
     with two_saves() as (first, second, run):
         expected, place = run.bits(), first.parent / "damaged"
-        for what, names in mutations(kMutations, first, second, place):
+        for what, names in mutations(MUTATIONS, first, second, place):
             try:
                 data_found += check_refused(run, place, names, expected)
                 assert run.load(first, rng=True) == "first"
@@ -167,8 +167,8 @@ def test_a_thousand_damages_are_each_refused_by_name_and_never_loaded() -> None:
             except BaseException as error:
                 raise AssertionError(what) from error
         run.step()
-    assert data_found > kMutations // 20, "hardly any damage reached the data"
-    print(f"{data_found} of {kMutations} damages were in data")
+    assert data_found > MUTATIONS // 20, "hardly any damage reached the data"
+    print(f"{data_found} of {MUTATIONS} damages were in data")
 
 
 def refuse_on_two_ranks(rank: int, world_size: int, base: str, count: int) -> list[bool]:

@@ -141,7 +141,7 @@ def test_a_full_disk_is_told_on_both_ranks_and_costs_only_that_save(
         assert str(folder) in error
 
 
-kNobody = 65534
+NOBODY = 65534
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def as_nobody() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    os.seteuid(kNobody)
+    os.seteuid(NOBODY)
     try:
         yield
     finally:

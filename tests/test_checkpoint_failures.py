@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from adversity import (
+    OPERATIONS,
+    SCENES,
     Run,
     States,
     fork,
     join,
-    kOperations,
-    kScenes,
     patched,
     same,
     scratch,
@@ -31,13 +31,13 @@ from ranks import run_ranks
 
 import zshard
 
-kErrors = {
+ERRORS = {
     **dict.fromkeys(("open", "pwrite", "mkdir"), errno.ENOSPC),
     **dict.fromkeys(("fsync", "rename", "unlink", "rmdir", "close"), errno.EIO),
 }
 
-kReading = ("open", "close")
-kStubborn = ("unlink", "rmdir", "rename", *kReading)
+READING = ("open", "close")
+STUBBORN = ("unlink", "rmdir", "rename", *READING)
 
 
 @contextmanager
@@ -55,12 +55,12 @@ def failing(at: int, *, goes_on: bool = False) -> Iterator[list[str]]:
             if len(done) == at or (goes_on and len(done) > at and done[at - 1] == name):
                 if name == "close":
                     real(*args, **options)
-                raise OSError(kErrors[name], os.strerror(kErrors[name]), str(args[0]))
+                raise OSError(ERRORS[name], os.strerror(ERRORS[name]), str(args[0]))
             return real(*args, **options)
 
         return call
 
-    with patched(**{name: tapped(name, getattr(os, name)) for name in kOperations}):
+    with patched(**{name: tapped(name, getattr(os, name)) for name in OPERATIONS}):
         yield done
 
 
@@ -69,7 +69,7 @@ def failing(at: int, *, goes_on: bool = False) -> Iterator[list[str]]:
 def test_a_failure_of_any_operation_is_a_typed_error_and_the_next_save_works(
     name: str, goes_on: bool
 ) -> None:
-    scene, states = kScenes[name], States("old", "older", "new", "next")
+    scene, states = SCENES[name], States("old", "older", "new", "next")
     at, failed = 0, set()
     with scratch() as base:
         while True:
@@ -90,17 +90,17 @@ def test_a_failure_of_any_operation_is_a_typed_error_and_the_next_save_works(
             now = scene.check(folder, states, {"new"})
             if text:
                 failed.add(kind)
-                assert str(folder) in text and os.strerror(kErrors[kind]) in text, story
+                assert str(folder) in text and os.strerror(ERRORS[kind]) in text, story
                 assert now != "new" or "is saved, but" in text, story
             else:
                 assert now == "new", story
             # What cannot be removed or renamed stays; what cannot be read is not pruned.
-            if "is saved, but" not in text and not (goes_on and kind in kStubborn):
+            if "is saved, but" not in text and not (goes_on and kind in STUBBORN):
                 expected = set(scene.before) | ({scene.target} if now else set())
-                if now == "new" and scene.keep == 1 and kind not in kReading:
+                if now == "new" and scene.keep == 1 and kind not in READING:
                     expected = {scene.target}
                 found = set(os.listdir(folder))
-                assert found == expected or (kind in kReading and now and found < expected), story
+                assert found == expected or (kind in READING and now and found < expected), story
             scene.check_next_save(folder, states)
     assert failed >= {"open", "pwrite", "fsync", "mkdir", "rename"}, failed
     print(f"{name}: {at - 1} cases")
@@ -156,7 +156,7 @@ def test_an_input_output_error_on_one_rank_is_told_on_both(
 
 
 def test_what_another_job_removes_at_the_same_time_is_no_failure() -> None:
-    scene, states = kScenes["replace and keep"], States("old", "older", "new", "next")
+    scene, states = SCENES["replace and keep"], States("old", "older", "new", "next")
     real, calls = os.unlink, [0]
 
     def remove_after_another(path: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from adversity import Run, kData, kManifest, patched, same, two_saves
+from adversity import DATA, MANIFEST, Run, patched, same, two_saves
 
 import zshard
 
@@ -25,8 +25,8 @@ def write_manifest(path: Path, content: bytes, form: str = "1", sequence: int = 
     path.write_bytes(prefix.encode() + content + b"}\n")
 
 
-kOutside = ("../first/model.safetensors", "/etc/hostname", "..", ".", "", "a\0b", "a/b", "\ud800")
-kWrong: list[object] = [
+OUTSIDE = ("../first/model.safetensors", "/etc/hostname", "..", ".", "", "a\0b", "a/b", "\ud800")
+WRONG: list[object] = [
     *(None, True, -1, 10**4000, 1 << 63, 1.5, float("nan"), "", "x", [], {}, [[]], {"x": {}}),
     *([-1], [1, "2"], [10**30, 0], {"": None}, [None], [{}], "../x", "long_names" * 1000),
 ]
@@ -92,17 +92,17 @@ def test_every_part_of_a_manifest_may_be_of_any_wrong_type() -> None:
     with two_saves() as (first, _, run):
         place = first.parent / "hostile" / "x"
         shutil.copytree(first, place)
-        content = json.loads((first / kManifest).read_bytes())["checkpoint"]
+        content = json.loads((first / MANIFEST).read_bytes())["checkpoint"]
         # One tensor of each kind: what is done to one need not be done to all.
         others = {"turned", "seen", "weight", "turned.exp_avg", "weight.exp_avg"}
         for path in parts(content):
             if others & set(path):
                 continue
-            for value in kWrong:
+            for value in WRONG:
                 changed = put(copy.deepcopy(content), path, value)
                 if json.dumps(changed) == json.dumps(content):
                     continue
-                write_manifest(place / kManifest, json.dumps(changed).encode())
+                write_manifest(place / MANIFEST, json.dumps(changed).encode())
                 cases += 1
                 try:
                     if not refuses(run, place):
@@ -123,17 +123,17 @@ def hostile_contents(content: dict[str, Any]) -> Iterator[tuple[str, object]]:
         own = copy.deepcopy(content)
         return change(own) or own
 
-    for outside in kOutside:
+    for outside in OUTSIDE:
 
         def move(own: dict[str, Any], name: str = outside) -> None:
-            own["files"][name] = own["files"].pop(kData[0])
+            own["files"][name] = own["files"].pop(DATA[0])
             for stored in own["tensors"]["model"].values():
                 stored["file"] = name
 
         yield f"a file named {outside!r}", changed(move)
         yield (
             f"one more file named {outside!r}",
-            changed(lambda own, n=outside: own["files"].update({n: own["files"][kData[0]]})),
+            changed(lambda own, n=outside: own["files"].update({n: own["files"][DATA[0]]})),
         )
     moments = content["tensors"]["optimizer"]
     yield (
@@ -199,10 +199,10 @@ def test_a_made_up_manifest_is_refused_and_nothing_outside_its_folder_is_opened(
     with two_saves() as (first, _, run):
         place = first.parent / "hostile" / "x"
         shutil.copytree(first, place)
-        content = json.loads((first / kManifest).read_bytes())["checkpoint"]
+        content = json.loads((first / MANIFEST).read_bytes())["checkpoint"]
         expected, cases = run.bits(), 0
         for what, changed in hostile_contents(content):
-            write_manifest(place / kManifest, json.dumps(changed).encode())
+            write_manifest(place / MANIFEST, json.dumps(changed).encode())
             assert refuses(run, place), what
             assert same(run.bits(), expected), what
             assert zshard.latest(place.parent) in (None, str(place)), what
@@ -213,10 +213,10 @@ def test_a_made_up_manifest_is_refused_and_nothing_outside_its_folder_is_opened(
             *(("1", deep), ("1", text.replace(b'"first"', b"[" * 10**5)), ("1", b"\xff" + text)),
             *(("1", text + b" x"), ("1", b""), ("1", b"null"), ("2", text), ("9" * 5000, text)),
         ):
-            write_manifest(place / kManifest, raw, form)
+            write_manifest(place / MANIFEST, raw, form)
             assert refuses(run, place), raw[:80]
             cases += 1
-        with (place / kManifest).open("wb") as file:
+        with (place / MANIFEST).open("wb") as file:
             os.truncate(file.fileno(), 1 << 40)  # of holes
         assert refuses(run, place)
         run.step()
@@ -228,14 +228,14 @@ def test_random_states_that_are_none_are_refused_though_their_checksum_is_right(
     text: bytes,
 ) -> None:
     with two_saves() as (first, _, run):
-        content = json.loads((first / kManifest).read_bytes())["checkpoint"]
+        content = json.loads((first / MANIFEST).read_bytes())["checkpoint"]
         (stored,) = content["tensors"]["rng"].values()
         data = text.ljust(stored["shape"][0])
         stored["xxh3"] = [xxhash.xxh3_64_hexdigest(data, int(content["id"][:16], 16))]
-        with (first / kData[2]).open("r+b") as file:
+        with (first / DATA[2]).open("r+b") as file:
             file.seek(stored["offset"])
             file.write(data)
-        write_manifest(first / kManifest, json.dumps(content).encode())
+        write_manifest(first / MANIFEST, json.dumps(content).encode())
         with pytest.raises(zshard.CheckpointError, match="random states"):
             run.load(first, rng=True)
         with pytest.raises(zshard.StateError):

@@ -15,8 +15,8 @@ from torch import nn
 import zshard
 from zshard.checkpoint import manifest
 
-kMiB = 1 << 20
-kWidth = 2560  # 26 MB of fp32 a layer
+MI_B = 1 << 20
+WIDTH = 2560  # 26 MB of fp32 a layer
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -32,7 +32,7 @@ def peak_of(work: Callable[[], object]) -> int:
 
 def model_of(dtype: torch.dtype, precision: zshard.Precision) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(kWidth, kWidth, bias=False, dtype=dtype) for _ in range(4)]
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(4)]
     return zshard.wrap(nn.Sequential(*layers), precision=precision)
 
 
@@ -44,7 +44,7 @@ def peaks(
     zshard.load(f"{folder}/warm", small)
     model = model_of(dtype, precision)
     optimizer = zshard.AdamW(model.parameters())
-    model(torch.randn(2, kWidth, dtype=dtype)).sum().backward()
+    model(torch.randn(2, WIDTH, dtype=dtype)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     saving = peak_of(lambda: zshard.save(f"{folder}/a", model, optimizer))
@@ -66,6 +66,6 @@ def test_beside_its_shard_a_rank_holds_a_chunk_and_little_more(
     tmp_path: Path, dtype: torch.dtype, precision: zshard.Precision
 ) -> None:
     # A chunk as it is read, in another dtype, and the one before.
-    most = 3 * manifest.CHUNK_BYTES + kMiB
+    most = 3 * manifest.CHUNK_BYTES + MI_B
     for found in run_ranks(peaks, 2, str(tmp_path), dtype, precision):
-        assert max(found) < most, [f"{n / kMiB:.1f} MiB" for n in found]
+        assert max(found) < most, [f"{n / MI_B:.1f} MiB" for n in found]

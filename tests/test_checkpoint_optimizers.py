@@ -75,17 +75,17 @@ def test_torchs_adamw_goes_on_from_zshards(kernels: dict[str, bool], tmp_path: P
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
 
 
-kSgd = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
 
 
 def sgd_moves(rank: int, world_size: int, folder: Path, before: int, by_file: bool) -> None:
     """SGD between torch.optim and zshard, both ways, after ``before`` steps."""
     for there, here in ((torch.optim.SGD, zshard.SGD), (zshard.SGD, torch.optim.SGD)):
         model, _ = plain()
-        optimizer = there(model.parameters(), **kSgd)
+        optimizer = there(model.parameters(), **SGD)
         train(model, optimizer, rank, range(before))
         other, _ = plain(1)
-        moved = here(other.parameters(), **kSgd)
+        moved = here(other.parameters(), **SGD)
         train(other, moved, rank, range(7, 8))  # it has a state of its own, which goes
         path = folder / there.__module__
         zshard.save(path, model, optimizer)

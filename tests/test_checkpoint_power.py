@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversity import Run, Scene, States, dies, kOperations, kScenes, patched, scratch
+from adversity import OPERATIONS, SCENES, Run, Scene, States, dies, patched, scratch
 from ranks import run_ranks
 
 Operation = tuple[Any, ...]  # its name, the path, and what else it was given
@@ -50,7 +50,7 @@ def recorded(log: Path) -> Iterator[None]:
 
         return call
 
-    with patched(**{name: tapped(name, getattr(os, name)) for name in kOperations}):
+    with patched(**{name: tapped(name, getattr(os, name)) for name in OPERATIONS}):
         yield
 
 
@@ -220,9 +220,9 @@ def check_every_loss(
     return len(seen)
 
 
-@pytest.mark.parametrize("name", kScenes)
+@pytest.mark.parametrize("name", SCENES)
 def test_a_loss_of_power_in_a_save_leaves_old_or_new_and_after_it_the_new(name: str) -> None:
-    scene, states = kScenes[name], States("old", "older", "new", "next")
+    scene, states = SCENES[name], States("old", "older", "new", "next")
     with scratch() as base:
         folder, log = base / "folder", base / "log"
         scene.build(folder, states)
@@ -243,7 +243,7 @@ def save_recorded(rank: int, world_size: int, source: str, target: str, log: str
 
 
 def test_a_loss_of_power_in_a_save_of_two_ranks_leaves_old_or_new() -> None:
-    scene, states = kScenes["replace"], States("old", "older", "new", "next")
+    scene, states = SCENES["replace"], States("old", "older", "new", "next")
     with scratch() as base:
         folder, log = base / "folder", base / "log"
         scene.build(folder, states)
@@ -257,7 +257,7 @@ def test_a_loss_of_power_in_a_save_of_two_ranks_leaves_old_or_new() -> None:
 
 @pytest.mark.parametrize("name", ["replace", "new"])
 def test_a_loss_of_power_in_the_save_after_a_killed_one_leaves_one_of_the_three(name: str) -> None:
-    scene, states = kScenes[name], States("old", "new", "newer", "next")
+    scene, states = SCENES[name], States("old", "new", "newer", "next")
     total, after, shapes = 0, 0, set()
     died = True
     with scratch() as base:

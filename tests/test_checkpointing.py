@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import Record, Wrapped, adamw, assert_same_bits, kFewSteps, train
+from training import FEW_STEPS, Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
 
@@ -30,7 +30,7 @@ def no_dropout(inside: bool | None = None, around: bool | None = None) -> nn.Mod
 
 def run_wrapped(model: nn.Module, rank: int, units: object = None) -> Record:
     model = zshard.wrap(model, units=units)
-    return train(Wrapped(model), adamw(model), models.batches("gpt", kFewSteps, rank))
+    return train(Wrapped(model), adamw(model), models.batches("gpt", FEW_STEPS, rank))
 
 
 def with_and_without(

@@ -9,16 +9,16 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
-from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
+from training import STEPS, Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
 from zshard.clip import _largest
 
 # The norm is summed shard by shard, so the clip factor differs in its last bits from a sum over
 # whole tensors; ten AdamW steps carry that on.
-kTolerance = 1e-5
+TOLERANCE = 1e-5
 
-kLimit = 0.05  # far below the first norm of every case
+LIMIT = 0.05  # far below the first norm of every case
 
 
 def both_sides(
@@ -27,8 +27,8 @@ def both_sides(
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) if sgd else adamw(model)
 
-    data = models.batches(name, kSteps, rank)
-    plain = Plain(models.build(name), world_size, models.kCases[name].unused)
+    data = models.batches(name, STEPS, rank)
+    plain = Plain(models.build(name), world_size, models.CASES[name].unused)
     expected = train(plain, optimizer(plain.module), data, clip=clip)
     model = zshard.wrap(models.build(name))
     return train(Wrapped(model), optimizer(model), data, clip=clip), expected
@@ -37,21 +37,21 @@ def both_sides(
 def assert_clipped_alike(results: list[tuple[Record, Record]], tolerance: float) -> None:
     for actual, expected in results:
         assert_close(actual, expected, tolerance)
-        assert expected.norms[0] > kLimit, "nothing was clipped"
+        assert expected.norms[0] > LIMIT, "nothing was clipped"
     norms = [torch.stack(actual.norms) for actual, _ in results]
     assert all(torch.equal(norm, norms[0]) for norm in norms), "ranks disagree about the norm"
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf, "inf"])
 def test_every_norm_at_one_rank_equals_torchs(norm_type: float) -> None:
-    assert_clipped_alike([both_sides(0, 1, "blocks", (kLimit, norm_type))], kTolerance)
+    assert_clipped_alike([both_sides(0, 1, "blocks", (LIMIT, norm_type))], TOLERANCE)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_norm_over_ranks_equals_ddps(world_size: int, norm_type: float) -> None:
-    results = run_ranks(both_sides, world_size, "blocks", (kLimit, norm_type))
-    assert_clipped_alike(results, 2 * kTolerance)
+    results = run_ranks(both_sides, world_size, "blocks", (LIMIT, norm_type))
+    assert_clipped_alike(results, 2 * TOLERANCE)
 
 
 def largest_gradient(rank: int, world_size: int) -> tuple[float, float]:
@@ -70,19 +70,19 @@ def test_the_inf_norm_passes_over_zero_size_parameters() -> None:
 
 @pytest.mark.parametrize("name", ["tied_across_units", "tied_in_one_unit", "unused", "frozen"])
 def test_tied_unused_and_frozen_parameters_are_counted_once_or_not_at_all(name: str) -> None:
-    for actual, expected in run_ranks(both_sides, 2, name, (kLimit, 2.0)):
-        assert_close(actual, expected, kTolerance)
+    for actual, expected in run_ranks(both_sides, 2, name, (LIMIT, 2.0)):
+        assert_close(actual, expected, TOLERANCE)
 
 
 def test_torchs_optimizer_steps_with_the_clipped_gradients() -> None:
-    for actual, expected in run_ranks(both_sides, 2, "blocks", (kLimit, 2.0), True):
-        assert_close(actual, expected, kTolerance)
-        assert expected.norms[0] > kLimit, "nothing was clipped"
+    for actual, expected in run_ranks(both_sides, 2, "blocks", (LIMIT, 2.0), True):
+        assert_close(actual, expected, TOLERANCE)
+        assert expected.norms[0] > LIMIT, "nothing was clipped"
 
 
 def run(clip: tuple[float, float] | None) -> Record:
     model = zshard.wrap(models.build("blocks"))
-    record = train(Wrapped(model), adamw(model), models.batches("blocks", kSteps), clip=clip)
+    record = train(Wrapped(model), adamw(model), models.batches("blocks", STEPS), clip=clip)
     record.norms = []
     return record
 
@@ -93,7 +93,7 @@ def test_a_norm_below_the_limit_changes_no_bit() -> None:
 
 def test_clipping_changes_the_steps_at_all() -> None:
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_bits(run((kLimit, 2.0)), run(None))
+        assert_same_bits(run((LIMIT, 2.0)), run(None))
 
 
 def planted(

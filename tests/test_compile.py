@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zshard
 
-kSteps = 4
+STEPS = 4
 # What inductor compiles, forward and backward apart, run as it is.
 compiled = partial(torch.compile, backend="aot_eager")
 
@@ -65,7 +65,7 @@ def losses(
     run = after(model)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
     found, graphs = [], []
-    for step in range(kSteps):
+    for step in range(STEPS):
         loss = models.loss_of(run, batch(rank, step))
         loss.backward()
         zshard.clip_grad_norm_(model, 0.5)
@@ -76,7 +76,7 @@ def losses(
     return found, graphs
 
 
-kWays = {
+WAYS = {
     "blocks before wrap": (compile_blocks, unchanged),
     "blocks after wrap": (unchanged, compile_blocks),
     "blocks replaced": (replace_blocks, unchanged),
@@ -84,13 +84,13 @@ kWays = {
     "model after wrap": (unchanged, compile_model),
     "torch.compile(model)": (unchanged, compiled),
 }
-kOptions: list[dict[str, object]] = [
+OPTIONS: list[dict[str, object]] = [
     {"comm": "group", "strategy": "zero2", "units": "model"},
     {"precision": zshard.Precision.bf16()},
 ]
-kCases = [
-    *((way, Block, {}) for way in kWays),
-    *(("blocks before wrap", Block, options) for options in kOptions),
+CASES = [
+    *((way, Block, {}) for way in WAYS),
+    *(("blocks before wrap", Block, options) for options in OPTIONS),
     *((way, Checkpointed, {}) for way in ("blocks before wrap", "torch.compile(model)")),
 ]
 
@@ -100,18 +100,18 @@ def on_both_sides(
 ) -> list[tuple[list[float], list[float], list[int], list[int]]]:
     """Every case, eager and compiled. In one go: what compiles takes seconds to import."""
     found = []
-    for way, block, options in kCases:
+    for way, block, options in CASES:
         print("case:", way, block.__name__, options)  # shown where it fails
         eager, none = losses(rank, unchanged, unchanged, block, **options)
-        found.append((eager, *losses(rank, *kWays[way], block, **options), none))
+        found.append((eager, *losses(rank, *WAYS[way], block, **options), none))
     return found
 
 
 def test_a_compiled_model_trains_alike_and_is_compiled_once() -> None:
     for rank in run_ranks(on_both_sides, 2, timeout=150):
-        for (way, _, options), (eager, found, graphs, none) in zip(kCases, rank, strict=True):
+        for (way, _, options), (eager, found, graphs, none) in zip(CASES, rank, strict=True):
             close = pytest.approx(eager, rel=2e-2 if "precision" in options else 1e-5)
             assert found == close, f"{way} {options}"
             assert set(none) == {0} and graphs[0] > 0, f"{way} {options}"
             again = f"{way} {options}: a step was compiled anew"
-            assert graphs[1:] == [graphs[1]] * (kSteps - 1), again
+            assert graphs[1:] == [graphs[1]] * (STEPS - 1), again

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
-from sides import Side, differs, kRate, kStep, load_sides, plain, save_sides, value_of
+from sides import RATE, STEP, Side, differs, load_sides, plain, save_sides, value_of
 from torch.distributed.checkpoint import state_dict as dsd
 
 import zshard
@@ -22,7 +22,7 @@ import zshard
 # In one process it says that torch.distributed is not there.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-kAtTwo = {
+AT_TWO = {
     "a": Side("odd_parameters"),
     "b": Side("odd_parameters", "ddp", optimizer="torch"),
     "c": Side("channels_last", "zero1"),
@@ -30,12 +30,12 @@ kAtTwo = {
     "e": Side("odd_parameters", precision="split"),
     "f": Side("tied_across_units", precision="bf16 parameters"),
 }
-kAtFour = {
+AT_FOUR = {
     "g": Side("odd_parameters", hsdp=True),
     "h": Side("channels_last", "ddp", hsdp=True),
     "i": Side("odd_parameters", "zero1", "split", hsdp=True),
 }
-kLoads = [
+LOADS = [
     ("a", Side("odd_parameters", "zero1", "split")),
     ("b", Side("odd_parameters", "zero3")),
     ("c", Side("channels_last", "ddp", "bf16", "torch")),
@@ -46,7 +46,7 @@ kLoads = [
     ("h", Side("channels_last", "zero3", "split")),
     ("i", Side("odd_parameters", "ddp", "split")),
 ]
-kLoadsAtFour = [
+LOADS_AT_FOUR = [
     ("a", Side("odd_parameters", "zero1", "split", hsdp=True)),
     ("c", Side("channels_last", "zero3", "bf16", "torch", hsdp=True)),
     ("h", Side("channels_last", "ddp", "bf16", hsdp=True)),
@@ -56,8 +56,8 @@ kLoadsAtFour = [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dcp")
-    run_ranks(save_sides, 2, kAtTwo, folder)
-    run_ranks(save_sides, 4, kAtFour, folder)
+    run_ranks(save_sides, 2, AT_TWO, folder)
+    run_ranks(save_sides, 4, AT_FOUR, folder)
     return folder
 
 
@@ -65,14 +65,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_loads_at_other_ranks_strategies_and_precisions(
     world_size: int, saved: Path
 ) -> None:
-    loads = kLoadsAtFour if world_size == 4 else kLoads
+    loads = LOADS_AT_FOUR if world_size == 4 else LOADS
     for wrong in run_ranks(load_sides, world_size, loads, saved):
         assert wrong == []
 
 
-@pytest.mark.parametrize("name", [*kAtTwo, *kAtFour])
+@pytest.mark.parametrize("name", [*AT_TWO, *AT_FOUR])
 def test_a_plain_model_reads_every_element_where_it_belongs(name: str, saved: Path) -> None:
-    side = (kAtTwo | kAtFour)[name]
+    side = (AT_TWO | AT_FOUR)[name]
     model = plain(side.case, "before")
     found = {"model": model.state_dict()}
     dcp.load(found, checkpoint_id=saved / name, no_dist=True)
@@ -134,10 +134,10 @@ def whole_values(rank: int, world_size: int) -> list[str]:
             options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
             states = dsd.get_optimizer_state_dict(model, optimizer)
             for name, state in states["state"].items():
-                state["step"] = torch.tensor(float(kStep))
+                state["step"] = torch.tensor(float(STEP))
                 for key in ("exp_avg", "exp_avg_sq"):
                     state[key] = value_of(f"{key} {name}", values[name].shape)
-            states["param_groups"][0]["lr"] = kRate
+            states["param_groups"][0]["lr"] = RATE
             if from_first and rank > 0:
                 values, states = {}, {}
             dsd.set_model_state_dict(model, values, options=options)
@@ -192,7 +192,7 @@ def test_the_state_of_another_rule_is_refused() -> None:
 
 def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
     with torch.device("meta"):
-        model = models.kCases["blocks"].build()
+        model = models.CASES["blocks"].build()
     model = zshard.wrap(model, device="cpu")
     with pytest.raises(dcp.api.CheckpointException, match=r"checkpoint\.save is refused"):
         dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)

@@ -24,17 +24,17 @@ def fsdp2(case: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.5)
 
 
-kShared = ["blocks", "frozen", "tied_in_one_unit"]
+SHARED = ["blocks", "frozen", "tied_in_one_unit"]
 
 
 def fsdp2_saves(rank: int, world_size: int, folder: Path) -> None:
-    for case in kShared:
+    for case in SHARED:
         save(*fsdp2(case), folder / case)
 
 
 def fsdp2_loads(rank: int, world_size: int, folder: Path, names: list[str]) -> list[str]:
     wrong = []
-    for case, name in ((case, name) for case in kShared for name in names):
+    for case, name in ((case, name) for case in SHARED for name in names):
         model, optimizer = fsdp2(case)
         wrong += load(model, optimizer, folder / f"{case} {name}")
         models.loss_of(model, models.batches(case, 1, rank)[0]).backward()
@@ -48,7 +48,7 @@ def test_a_checkpoint_moves_to_and_from_fsdp2(ours: int, theirs: int, tmp_path: 
         "torch": ("zero3", "fp32"),
         "zshard": ("zero1", "split") if ours == 2 else ("zero3", "bf16"),
     }
-    sides = {f"{c} {o}": Side(c, *kinds[o], o) for c in kShared for o in kinds}
+    sides = {f"{c} {o}": Side(c, *kinds[o], o) for c in SHARED for o in kinds}
     run_ranks(fsdp2_saves, theirs, tmp_path)
     loads = [(side.case, side) for side in sides.values()]
     for wrong in run_ranks(load_sides, ours, loads, tmp_path):

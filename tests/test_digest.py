@@ -11,16 +11,16 @@ from torch import Tensor
 from zshard import digest as digests
 
 # As on a CPU, and as on a GPU.
-kDigests: dict[str, Callable[[Tensor], str]] = {
+DIGESTS: dict[str, Callable[[Tensor], str]] = {
     "xxh3": digests.digest,
     "mixed": lambda tensor: digests.mixed_sum(tensor.contiguous().view(-1).view(torch.uint8)),
 }
-kWords = 1 << 10  # mixed at once, in these tests
+WORDS = 1 << 10  # mixed at once, in these tests
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "_WORDS", kWords)
+    monkeypatch.setattr(digests, "_WORDS", WORDS)
 
 
 def negated_column(w: Tensor) -> Tensor:
@@ -44,33 +44,33 @@ def two_swapped(w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", [negated_column, rows_in_reverse, two_signs, two_swapped])
-@pytest.mark.parametrize("kind", kDigests)
+@pytest.mark.parametrize("kind", DIGESTS)
 def test_a_regular_change_is_seen(
     kind: str, change: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> None:
-    digest = kDigests[kind]
+    digest = DIGESTS[kind]
     for values in (torch.randn(8, 4), torch.arange(32.0).view(8, 4) % 2 + 1):
         plain = values.to(dtype)
         changed = change(plain.clone())
         assert torch.equal(changed, plain) or digest(changed) != digest(plain)
 
 
-@pytest.mark.parametrize("at", [0, 2 * kWords, 4 * kWords + 4])
-@pytest.mark.parametrize("kind", kDigests)
+@pytest.mark.parametrize("at", [0, 2 * WORDS, 4 * WORDS + 4])
+@pytest.mark.parametrize("kind", DIGESTS)
 def test_it_is_of_all_chunks_and_of_their_order(kind: str, at: int) -> None:
-    digest = kDigests[kind]
-    values = torch.randn(4 * kWords + 5)
+    digest = DIGESTS[kind]
+    values = torch.randn(4 * WORDS + 5)
     other, swapped = values.clone(), values.clone()
     other[at] += 1
     swapped[at], swapped[1] = values[1], values[at]
     assert len({digest(each) for each in (values, other, swapped)}) == 3
-    chunks = values[: 4 * kWords].view(2, -1)
+    chunks = values[: 4 * WORDS].view(2, -1)
     assert digest(chunks) != digest(chunks.flip(0))
 
 
-@pytest.mark.parametrize("kind", kDigests)
+@pytest.mark.parametrize("kind", DIGESTS)
 def test_it_is_the_same_wherever_the_values_lie(kind: str) -> None:
-    digest = kDigests[kind]
+    digest = DIGESTS[kind]
     values = torch.randn(12, 5)
     assert digest(values.view(-1)[1:]) == digest(values.view(-1)[1:].clone())
     assert digest(values.t()) == digest(values.t().contiguous()) != digest(values)

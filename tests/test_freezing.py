@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zshard
 from zshard.wrap import schedule_of
 
-kSteps = 8
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+STEPS = 8
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 
 
 class LoRA(nn.Module):
@@ -56,7 +56,7 @@ def back_and_forth(model: nn.Module, step: int) -> None:
     model.blocks.requires_grad_(step % 2 == 0)
 
 
-kPlans: dict[str, Callable[[nn.Module, int], None]] = {
+PLANS: dict[str, Callable[[nn.Module, int], None]] = {
     plan.__name__: plan for plan in (whole_block, single_parameters, back_and_forth)
 }
 
@@ -71,8 +71,8 @@ def train(
         zshard.wrap(model, strategy=strategy)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     log: list[tuple[str, Tensor | None]] = []
-    for step in range(kSteps):
-        kPlans[plan](model, step)
+    for step in range(STEPS):
+        PLANS[plan](model, step)
         run = model
         if strategy is None and world_size > 1:
             run = DistributedDataParallel(model)
@@ -91,8 +91,8 @@ def train(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("strategy", kStrategies)
-@pytest.mark.parametrize("plan", kPlans)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("plan", PLANS)
 def test_freezing_between_steps_has_the_plain_models_bits(
     plan: str, strategy: str, world_size: int
 ) -> None:
@@ -127,7 +127,7 @@ def frozen_costs(rank: int, world_size: int, strategy: str) -> tuple[int, int, d
     return trained, gradients, dict(zshard.stats(model).sent_bytes)
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_frozen_beside_adapters_takes_no_gradient_memory_and_no_traffic(
     strategy: str,
 ) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from heap import give_back_what_is_freed, kTrimThreshold
+from heap import TRIM_THRESHOLD, give_back_what_is_freed
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 import zshard
 from zshard.heap import keep_freed
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
-kLarge = 1 << 20  # bytes: of every unit's shards, whole parameters and gradients, but of no output
-kWarmSteps = 3  # the first learn the order of units; buffers are there after the second
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
+LARGE = 1 << 20  # bytes: of every unit's shards, whole parameters and gradients, but of no output
+WARM_STEPS = 3  # the first learn the order of units; buffers are there after the second
 
 
 class Layer(nn.Module):
@@ -51,7 +51,7 @@ class Large(nn.Module):
         return x
 
 
-kPrecisions = {
+PRECISIONS = {
     "fp32": zshard.Precision(),
     "bf16": zshard.Precision.bf16(),
     "bf16/bf16": zshard.Precision.bf16(reduce=torch.bfloat16),
@@ -66,7 +66,7 @@ def large_allocations(work: Callable[[], object]) -> Counter[int]:
     events = profiled.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     assert sizes, "the profiler tells of the small ones, at least"
-    return Counter(size for size in sizes if size >= kLarge)
+    return Counter(size for size in sizes if size >= LARGE)
 
 
 def in_a_step(
@@ -87,7 +87,7 @@ def in_a_step(
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(kWarmSteps):
+    for _ in range(WARM_STEPS):
         step()
     return large_allocations(step)
 
@@ -97,7 +97,7 @@ def beyond_plain(rank: int, world_size: int, strategy: str, precision: str) -> d
     found = {}
     for micro_batches in (1, 3):
         torch.manual_seed(0)
-        policy = kPrecisions[precision]
+        policy = PRECISIONS[precision]
         model = zshard.wrap(Large(), strategy=strategy, precision=policy)
         optimizer = zshard.AdamW(model.parameters())
         own = in_a_step(model, optimizer, micro_batches)
@@ -107,8 +107,8 @@ def beyond_plain(rank: int, world_size: int, strategy: str, precision: str) -> d
     return found
 
 
-@pytest.mark.parametrize("precision", kPrecisions)
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_allocates_nothing_large_that_the_plain_model_does_not(
     strategy: str, precision: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_memory_of_gradients_stays_with_the_process_from_step_to_step() -> None:
     unit = 13 * 4 * 601 * 601 / resource.getpagesize()
     for found in run_ranks(page_faults, 2):
         assert max(found[:2]) > unit, "the first steps map what the others use"
-        assert statistics.median(found[kWarmSteps:]) < unit / 4
+        assert statistics.median(found[WARM_STEPS:]) < unit / 4
 
 
 def gradient_bytes(rank: int, world_size: int) -> tuple[list[int], int]:
@@ -193,7 +193,7 @@ def test_a_smaller_model_takes_nothing_back_of_what_the_heap_keeps(
 ) -> None:
     for nbytes in (1, 100 << 20, 50 << 20, 1 << 40):
         keep_freed(nbytes)
-    kept = [value for name, value in asked if name == kTrimThreshold]
+    kept = [value for name, value in asked if name == TRIM_THRESHOLD]
     assert kept == [64 << 20, 200 << 20, (1 << 31) - 1]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zshard
 
-kPrecisions = {
+PRECISIONS = {
     "own": None,
     "bf16": zshard.Precision.bf16(),
     "split": zshard.Precision(compute=torch.bfloat16, master="split"),
@@ -30,7 +30,7 @@ def trained(dtype: torch.dtype, strategy: str = "zero3", precision: str = "own")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), Scaled(7, 5)).to(dtype)
     model[1].weight.factor = 2.0
-    zshard.wrap(model, strategy=strategy, precision=kPrecisions[precision])
+    zshard.wrap(model, strategy=strategy, precision=PRECISIONS[precision])
     opt = zshard.AdamW(model.parameters(), lr=1e-4)
     for _ in range(3):
         model(torch.ones(2, 5, dtype=dtype)).float().square().mean().backward()

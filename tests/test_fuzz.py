@@ -22,9 +22,9 @@ from training import Plain, Wrapped, adamw
 import zshard
 from zshard.wrap import schedule_of
 
-kActions = 25
-kModels = ["blocks", "odd_parameters", "called_twice", "tied_across_units", "frozen", "unused"]
-kModels += ["gpt", "gpt_inside", "gpt_around", "gpt_around_reentrant"]
+ACTIONS = 25
+MODELS = ["blocks", "odd_parameters", "called_twice", "tied_across_units", "frozen", "unused"]
+MODELS += ["gpt", "gpt_inside", "gpt_around", "gpt_around_reentrant"]
 
 
 class Planted(Exception):
@@ -41,7 +41,7 @@ class Player:
     def __init__(self, side: Plain | Wrapped, name: str, rank: int) -> None:
         self.side, self.name = side, name
         self.optimizer = adamw(side.module)
-        self.data = iter(models.batches(name, 4 * kActions, rank))
+        self.data = iter(models.batches(name, 4 * ACTIONS, rank))
         self.log: list[tuple[str, Tensor]] = []
 
     def _backward(self, weight: float = 1.0) -> None:
@@ -126,8 +126,8 @@ class Player:
             group["lr"] *= 0.9
 
 
-kNames = ["accumulate", "drop", "drop_reduced", "evaluate", "discard", "fail_forward"]
-kNames += ["fail_backward", "read", "write", "slow_down", *["step"] * 5]
+NAMES = ["accumulate", "drop", "drop_reduced", "evaluate", "discard", "fail_forward"]
+NAMES += ["fail_backward", "read", "write", "slow_down", *["step"] * 5]
 
 
 def delays(rng: random.Random) -> Callable[[str, object], None]:
@@ -138,10 +138,10 @@ def delays(rng: random.Random) -> Callable[[str, object], None]:
 def play(rank: int, world_size: int, seed: int) -> tuple[str, list, list]:
     """Play one seed under DDP and wrapped; returns what was drawn and the two logs."""
     rng = random.Random(seed)
-    name = rng.choice(kModels)
+    name = rng.choice(MODELS)
     options = {"units": rng.choice([None, "model", "layer"]), "prefetch": rng.choice([0, 1, 2, 5])}
     options["strategy"] = rng.choice(["zero1", "zero2", "ddp", "zero3", "zero3"])
-    actions = ["step", *(rng.choice(kNames) for _ in range(kActions)), "step", "read"]
+    actions = ["step", *(rng.choice(NAMES) for _ in range(ACTIONS)), "step", "read"]
     logs = []
     for is_wrapped in (False, True):
         model = models.build(name)
@@ -151,7 +151,7 @@ def play(rank: int, world_size: int, seed: int) -> tuple[str, list, list]:
             late = random.Random(1000 * seed + rank)
             schedule_of(model).comm.interpose = delays(late)
         else:
-            side = Plain(model, world_size, models.kCases[name].unused)
+            side = Plain(model, world_size, models.CASES[name].unused)
         player = Player(side, name, rank)
         for action in actions:
             getattr(player, action)()

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zshard
 
-kSteps = 6
-kWidth = 5
+STEPS = 6
+WIDTH = 5
 
 
 class Nested(nn.Module):
@@ -29,8 +29,8 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.rand(kWidth) + 0.5)
-        self.inner = nn.ModuleList([nn.Linear(kWidth, kWidth)])
+        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.inner = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner[0](x * self.gain).tanh() + self.gain
@@ -76,7 +76,7 @@ class Graph(nn.Module):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
-        self.inlet = nn.Linear(3, kWidth)
+        self.inlet = nn.Linear(3, WIDTH)
         self.regions = nn.ModuleList(draw_region(rng) for _ in range(rng.randint(1, 3)))
         if rng.random() < 0.3:  # a unit that runs once more, in another region
             self.regions.append(Region([self.regions[0].blocks[0]], [0, 0], set(), None))
@@ -91,7 +91,7 @@ class Graph(nn.Module):
 
 
 def draw_region(rng: random.Random) -> Region:
-    linear, norm = partial(nn.Linear, kWidth, kWidth), partial(nn.LayerNorm, kWidth)
+    linear, norm = partial(nn.Linear, WIDTH, WIDTH), partial(nn.LayerNorm, WIDTH)
     kinds = [Nested, norm, linear, linear, linear]
     blocks = [rng.choice(kinds)() for _ in range(rng.randint(1, 6))]
     for block in blocks:
@@ -161,7 +161,7 @@ def play(rank: int, world_size: int, seed: int) -> tuple[str, list[str]]:
     unlike = rng.random() < 0.3  # whether each rank's losses leave out other outputs
     wrong: list[str] = []
     parts: list[float] = []
-    for step in range(kSteps):
+    for step in range(STEPS):
         drawn = [rng.random() + unlike * rank for _ in range(rng.choice([1, 1, 2]))]
         if rng.random() < 0.6 or not parts:  # else the same backward once more
             parts = drawn

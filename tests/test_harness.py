@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks
 
-kCounter = [0]
+COUNTER = [0]
 
 
 def sum_of_ranks(rank: int, world_size: int, start: torch.Tensor) -> torch.Tensor:
@@ -27,8 +27,8 @@ def sum_of_ranks(rank: int, world_size: int, start: torch.Tensor) -> torch.Tenso
 
 
 def identity(rank: int, world_size: int) -> tuple[int, int, int]:
-    kCounter[0] += 1
-    return os.getpid(), kCounter[0], torch.get_num_threads()
+    COUNTER[0] += 1
+    return os.getpid(), COUNTER[0], torch.get_num_threads()
 
 
 def server_and_imports(rank: int, world_size: int) -> tuple[int, bool]:

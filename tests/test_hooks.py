@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zshard
 
-kNames = ("inlet.weight", "blocks.1.up.bias", "outlet.weight")
+NAMES = ("inlet.weight", "blocks.1.up.bias", "outlet.weight")
 Log = list[tuple[str, Tensor]]
 
 
@@ -25,7 +25,7 @@ def set_hooks(model: nn.Module, log: Log, which: str) -> list[torch.utils.hooks.
         log.extend((what, tensor.detach().clone()) for tensor in tensors)
 
     if which == "gradient":
-        for name in kNames:
+        for name in NAMES:
             parameter = model.get_parameter(name)
             handles.append(parameter.register_hook(lambda g, n=name: note(n, g)))
             handles.append(parameter.register_hook(lambda g: g * 2))

@@ -74,10 +74,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     optimizer.zero_grad()
 
 
-kDevices = ["meta", *devices.args[1][1:]]
+DEVICES = ["meta", *devices.args[1][1:]]
 
 
-@pytest.mark.parametrize("device", kDevices)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
 def test_a_step_makes_the_host_wait_for_nothing(device: str, strategy: str) -> None:
     model = wrapped(device, strategy=strategy)
@@ -90,7 +90,7 @@ def test_a_step_makes_the_host_wait_for_nothing(device: str, strategy: str) -> N
     assert crossed == []
 
 
-@pytest.mark.parametrize("device", kDevices)
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_new_learning_rate_is_one_copy_that_nobody_waits_for(device: str) -> None:
     model = wrapped(device)
     optimizer = zshard.AdamW(model.parameters())

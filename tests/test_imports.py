@@ -9,10 +9,10 @@ from pathlib import Path
 
 import zshard
 
-kFolder = Path(zshard.__file__).parent
+FOLDER = Path(zshard.__file__).parent
 
 # From the top down. What lies below must work, and be understood, without what lies above.
-kLayers = (
+LAYERS = (
     ("wrap", "optim"),
     ("fused",),
     ("schedule",),
@@ -32,7 +32,7 @@ kLayers = (
 
 def imports_of(module: Path) -> set[str]:
     """The modules of zshard, and its packages, that ``module`` imports as it is imported itself."""
-    above = len(module.relative_to(kFolder).parts)  # dots that lead to zshard
+    above = len(module.relative_to(FOLDER).parts)  # dots that lead to zshard
     found: set[str] = set()
     for node in ast.parse(module.read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.level == above:
@@ -53,14 +53,14 @@ def reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
 
 def test_no_layer_imports_one_above() -> None:
     graph: dict[str, set[str]] = {}
-    for path in kFolder.rglob("*.py"):  # a package is one node
-        name = path.relative_to(kFolder).parts[0].removesuffix(".py")
+    for path in FOLDER.rglob("*.py"):  # a package is one node
+        name = path.relative_to(FOLDER).parts[0].removesuffix(".py")
         graph.setdefault(name, set()).update(imports_of(path))
     wrong = [
         (name, above)
-        for place, layer in enumerate(kLayers)
+        for place, layer in enumerate(LAYERS)
         for name in layer
-        for above in sum(kLayers[:place], ())
+        for above in sum(LAYERS[:place], ())
         if above in reached_from(name, graph)
     ]
     assert wrong == []
@@ -69,21 +69,21 @@ def test_no_layer_imports_one_above() -> None:
 
 # --- notes ---------------------------------------------------------------------------------------
 
-kSources = (".py", ".h", ".cpp", ".cu", ".cuh")
-kNote = re.compile(r"\[Note: ([\w ']+)\]")
+SOURCES = (".py", ".h", ".cpp", ".cu", ".cuh")
+NOTE = re.compile(r"\[Note: ([\w ']+)\]")
 
 
 def test_every_note_that_is_cited_is_written_once_and_the_other_way_round() -> None:
     top = Path(__file__).parent.parent
     folders = [top / name for name in ("csrc", "zshard", "benchmarks", "tests")]
-    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in kSources]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES]
     written: Counter[str] = Counter()
     named: Counter[str] = Counter()
     for path in paths:
         lines = [re.sub(r"^\s*(//|#)?\s*", "", line) for line in path.read_text().splitlines()]
-        named.update(kNote.findall(" ".join(lines)))
+        named.update(NOTE.findall(" ".join(lines)))
         # It begins a line, and nothing comes behind it, or a new sentence.
-        heads = (re.match(kNote.pattern + r"($| [A-Z])", line) for line in lines)
+        heads = (re.match(NOTE.pattern + r"($| [A-Z])", line) for line in lines)
         written.update(head[1] for head in heads if head)
     assert len(written) > 20
     assert {name: count for name, count in written.items() if count > 1} == {}

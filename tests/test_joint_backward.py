@@ -31,7 +31,7 @@ class Routed(nn.Module):
         return x
 
 
-kLosses: dict[str, Loss] = {
+LOSSES: dict[str, Loss] = {
     "sum": lambda a, b, x: a(x).square().mean() + b(x).square().mean(),
     "sum_reversed": lambda a, b, x: b(x).square().mean() + a(x).square().mean(),
     "chain": lambda a, b, x: b(a(x)).square().mean(),
@@ -65,7 +65,7 @@ def jointly(
     wrapped = {name: zshard.wrap(copy.deepcopy(each), comm=comm) for name, each in plain.items()}
     wrong = []
     for step in range(16):
-        loss = kLosses[common.choice(losses)]
+        loss = LOSSES[common.choice(losses)]
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
         for name in plain:
             drawn = own.choice([(0, 1, 2), (1,), (2, 0)])  # few, so that they come again

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zshard
 
-kPrecisions = {
+PRECISIONS = {
     "fp32": None,
     "bf16": zshard.Precision.bf16(reduce=torch.bfloat16),
     "fp16": zshard.Precision.fp16(reduce=torch.float16),
@@ -22,7 +22,7 @@ kPrecisions = {
 def build(strategy: str = "zero3", precision: str = "fp32") -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 2))
-    return zshard.wrap(model, strategy=strategy, precision=kPrecisions[precision])
+    return zshard.wrap(model, strategy=strategy, precision=PRECISIONS[precision])
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -80,7 +80,7 @@ def keep_across_steps(rank: int, world_size: int, strategy: str, precision: str)
     return wrong
 
 
-@pytest.mark.parametrize("precision", list(kPrecisions))
+@pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize(("world_size", "strategy"), [(1, "zero3"), (2, "zero3"), (2, "ddp")])
 def test_gradients_kept_across_zero_grad_keep_their_values(
     world_size: int, strategy: str, precision: str

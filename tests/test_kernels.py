@@ -14,15 +14,15 @@ import pytest
 
 from zshard import _C
 
-kArchs: list[str] = _C.build_info()["cuda_archs"]  # as "sm_90"
+ARCHS: list[str] = _C.build_info()["cuda_archs"]  # as "sm_90"
 
 # What a multiprocessor has, of every target.
-kRegisters = 65536
+REGISTERS = 65536
 
 # Kernel -> threads of a block, and blocks that a multiprocessor holds as far as registers go; the
 # first row that fits an instance counts. Fewer would have too few bytes under way, see below.
-kThreads = {"plan_kernel": 1024, "stats_kernel": 1024}  # the others: 256
-kBlocks = {
+THREADS = {"plan_kernel": 1024, "stats_kernel": 1024}  # the others: 256
+BLOCKS = {
     "cast_kernel<": 5,
     "join_kernel": 4,
     "move_kernel<": 5,
@@ -39,7 +39,7 @@ kBlocks = {
 # Kernels that move whole arrays. Each thread asks for this many bytes, in accesses of 8 and more,
 # before it waits for the first: with the blocks above 40 KB a multiprocessor and more. An H200
 # moves 4.8 TB/s after some 700 ns, which is 25 KB for each of its 132 (Little's law).
-kStreaming = {
+STREAMING = {
     "cast_kernel": 64,
     "join_kernel": 64,
     "move_kernel": 64,
@@ -49,7 +49,7 @@ kStreaming = {
     "split_kernel": 64,
 }
 # Where elements become wider, as many loads are of half the bytes.
-kWidening = re.compile(
+WIDENING = re.compile(
     r"cast_kernel<(float, (Bf16|Fp16)|double, float)>|"
     r"move_kernel<(true, float, (Bf16|Fp16)|false, (Bf16|Fp16), float),"
 )
@@ -67,7 +67,7 @@ class Kernel(NamedTuple):
     def blocks(self) -> int:
         """Blocks that the registers of a multiprocessor are enough for."""
         per_thread = -(-self.registers // 8) * 8  # given out eight at a time
-        return kRegisters // (kThreads.get(self.name, 256) * per_thread)
+        return REGISTERS // (THREADS.get(self.name, 256) * per_thread)
 
 
 def the_tool() -> str:
@@ -110,44 +110,42 @@ def kernels() -> dict[str, list[Kernel]]:
 
 
 def test_a_build_that_has_to_have_kernels_has_them() -> None:
-    assert kArchs or os.environ.get("ZSHARD_CUDA") != "1", "built without CUDA: run `make build`"
+    assert ARCHS or os.environ.get("ZSHARD_CUDA") != "1", "built without CUDA: run `make build`"
 
 
-@pytest.mark.parametrize("arch", kArchs)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_keeps_in_registers_what_a_thread_works_on(
     kernels: dict[str, list[Kernel]], arch: str
 ) -> None:
-    assert {k.name for k in kernels[arch]} == {prefix.partition("<")[0] for prefix in kBlocks}
+    assert {k.name for k in kernels[arch]} == {prefix.partition("<")[0] for prefix in BLOCKS}
     assert [f"{k.full}: {k.memory} bytes" for k in kernels[arch] if k.memory > 0] == []
 
 
-@pytest.mark.parametrize("arch", kArchs)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_leaves_room_for_the_blocks_that_it_is_meant_to_run_beside(
     kernels: dict[str, list[Kernel]], arch: str
 ) -> None:
     few = []
     for kernel in kernels[arch]:
-        wanted = next(
-            blocks for prefix, blocks in kBlocks.items() if kernel.full.startswith(prefix)
-        )
+        wanted = next(blocks for prefix, blocks in BLOCKS.items() if kernel.full.startswith(prefix))
         if kernel.blocks < wanted:
             few.append(f"{kernel.full}: {kernel.registers} registers, {kernel.blocks} blocks")
     assert few == []
 
 
 # An instruction, without its predicate: name and operands.
-kInstruction = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;", re.M)
-kBranches = ("BRA", "BRX", "BSSY", "BSYNC", "EXIT", "WARPSYNC")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;", re.M)
+BRANCHES = ("BRA", "BRX", "BSSY", "BSYNC", "EXIT", "WARPSYNC")
 
 
 def bytes_under_way(code: str) -> int:
     """Most bytes that loads of 8 and more have asked for before one is used, or a branch comes."""
     most = asked = 0
     pending: set[int] = set()  # registers that are being loaded
-    for name, operands in kInstruction.findall(code):
+    for name, operands in INSTRUCTION.findall(code):
         registers = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
         size = {"64": 2, "128": 4}.get(name.rpartition(".")[2], 0) if name[:3] == "LDG" else 0
-        if name in kBranches or pending.intersection(registers[1:] if size else registers):
+        if name in BRANCHES or pending.intersection(registers[1:] if size else registers):
             asked = 0
             pending.clear()
         if size:
@@ -164,12 +162,12 @@ def hopper() -> dict[str, str]:
     return dict(zip(demangled([part.split()[0] for part in parts]), parts, strict=True))
 
 
-@pytest.mark.skipif("sm_90" not in kArchs, reason="not built for sm_90")
+@pytest.mark.skipif("sm_90" not in ARCHS, reason="not built for sm_90")
 def test_a_streaming_kernel_asks_for_many_bytes_before_it_waits(hopper: dict[str, str]) -> None:
     few = []
     for full, code in hopper.items():
-        most, wanted = bytes_under_way(code), kStreaming.get(full.partition("<")[0], 0)
-        if kWidening.match(full):
+        most, wanted = bytes_under_way(code), STREAMING.get(full.partition("<")[0], 0)
+        if WIDENING.match(full):
             wanted //= 2
         if most < wanted:
             few.append(f"{full} on sm_90: {most} bytes under way instead of {wanted}")
@@ -177,7 +175,7 @@ def test_a_streaming_kernel_asks_for_many_bytes_before_it_waits(hopper: dict[str
     assert few == []
 
 
-@pytest.mark.skipif("sm_90" not in kArchs, reason="not built for sm_90")
+@pytest.mark.skipif("sm_90" not in ARCHS, reason="not built for sm_90")
 def test_a_streaming_kernel_moves_16_bytes_at_a_time(hopper: dict[str, str]) -> None:
     # Beside fp32 a 16-bit dtype moves in 8; a reduction of 16 bits to 16 does, whose order of sums
     # says which elements a thread has.
@@ -186,20 +184,20 @@ def test_a_streaming_kernel_moves_16_bytes_at_a_time(hopper: dict[str, str]) -> 
         name, _, dtypes = full.partition("<")
         small = name == "reduce_kernel" and not re.search("float|double", dtypes)
         size = "64" if small else "128"
-        if name in kStreaming and not re.search(rf"\b(LDG|STG)\.E\.{size}\b", code):
+        if name in STREAMING and not re.search(rf"\b(LDG|STG)\.E\.{size}\b", code):
             narrow.append(f"{full} on sm_90 has no access of {int(size) // 8} bytes")
     assert hopper
     assert narrow == []
 
 
-@pytest.mark.skipif("sm_90" not in kArchs, reason="not built for sm_90")
+@pytest.mark.skipif("sm_90" not in ARCHS, reason="not built for sm_90")
 def test_a_copying_kernel_stores_single_elements_only_one_at_a_time(hopper: dict[str, str]) -> None:
     # Several in a row are a vector that the compiler has taken apart.
     split = []
     for full, code in hopper.items():
         if full.partition("<")[0] not in ("cast_kernel", "move_kernel"):
             continue
-        names = " ".join(name for name, _ in kInstruction.findall(code))
+        names = " ".join(name for name, _ in INSTRUCTION.findall(code))
         if rows := re.findall(r"(?:STG\.E(?:\.U16)? (?:(?!LDG|STG|B|EXIT)\S+ )*){2,}", names):
             split.append(f"{full} on sm_90: {max(row.count('STG') for row in rows)} stores")
     assert split == []

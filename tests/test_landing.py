@@ -19,7 +19,7 @@ from zshard import flight, ops
 from zshard.transports import groups
 from zshard.wrap import schedule_of
 
-kStrategies = ["zero3", "zero2", "zero1", "ddp"]
+STRATEGIES = ["zero3", "zero2", "zero1", "ddp"]
 
 
 # --- what is moved -------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def sums_seen(seen: list[tuple[bool, bool]]) -> Iterator[None]:
         flight.ops.reduce_ = plain
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_on_one_rank_gradients_are_packed_where_they_stay(strategy: str) -> None:
     model, seen = build(strategy=strategy), []
     with sums_seen(seen):
@@ -65,7 +65,7 @@ def test_gradients_that_are_there_are_added_to() -> None:
         assert torch.equal(zshard.full_grad(model, name), param.grad), name
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_no_sync_holds_in_the_same_memory_is_not_packed_over(strategy: str) -> None:
     expected, model, seen = build(), build(strategy=strategy), []
     for step in range(2):
@@ -134,7 +134,7 @@ def train(
     return values, float(norm), set(seen)
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_row_that_another_summed_lands_in_the_shard(strategy: str) -> None:
     rows = run_ranks(train, 2, strategy, 1, None)
     landed = run_ranks(train, 2, strategy, 1, one_row)

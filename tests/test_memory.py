@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks, simulated
 from steps import batch, build, one_step
-from test_plan import kPolicies, kStrategies
+from test_plan import POLICIES, STRATEGIES
 from torch import nn
 
 import zshard
@@ -20,9 +20,9 @@ from zshard.ledger import Ledger
 from zshard.pool import Pool
 from zshard.wrap import schedule_of
 
-kStates = ("parameters", "gradients", "master", "optimizer")
-kBuffers = ("full_buffers", "reduce_buffers")
-kKinds = (*kStates, *kBuffers)
+STATES = ("parameters", "gradients", "master", "optimizer")
+BUFFERS = ("full_buffers", "reduce_buffers")
+KINDS = (*STATES, *BUFFERS)
 
 
 def now(model: nn.Module) -> dict[str, int]:
@@ -39,11 +39,11 @@ def peak(model: nn.Module) -> dict[str, int]:
 def compare(rank: int, size: int) -> int:
     """Hold the measurement after a step, now and at the peak, against plans; returns how many."""
     cases = [
-        *itertools.product(["blocks"], kStrategies, kPolicies),
+        *itertools.product(["blocks"], STRATEGIES, POLICIES),
         *itertools.product(["frozen", "odd_parameters"], ["zero3", "zero1"], ["fp32", "split"]),
     ]
     for name, strategy, policy in cases:
-        options = {"strategy": strategy, "precision": kPolicies[policy]}
+        options = {"strategy": strategy, "precision": POLICIES[policy]}
         planned = zshard.plan(models.build(name), size, **options, backend="gloo").to_dict()
         model = zshard.wrap(models.build(name), **options)
         optimizer = zshard.AdamW(model.parameters())
@@ -60,7 +60,7 @@ def compare(rank: int, size: int) -> int:
                 if key != "padding" or rank == size - 1:  # the last rank has the padding at the end
                     assert found[key] == expected[key], (name, strategy, policy, key)
         assert measured["now"].keys() == planned["per_rank"].keys()
-        for key in (*kStates, "states", "padding"):
+        for key in (*STATES, "states", "padding"):
             assert sum(unit[key] for unit in measured["units"]) == measured["now"][key]
     return len(cases)
 
@@ -92,7 +92,7 @@ def test_gradients_that_no_sync_held_and_zero_grad_dropped_are_in_the_peak() -> 
         assert peak(model)["peak"] == held + now(model)["peak"]
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_while_the_held_gradients_are_reduced_unit_by_unit_both_are_counted(strategy: str) -> None:
     with simulated(0, 4):
         model = build(strategy=strategy)
@@ -165,9 +165,9 @@ def test_the_peak_of_the_sum_is_of_one_time_and_not_the_sum_of_peaks() -> None:
         one_step(model, 0, 1)
         optimizer.step()
     found = peak(model)
-    apart = sum(found[key] for key in kStates)
-    assert max(found[key] for key in kStates) < found["states"] < apart
-    assert found["states"] < found["peak"] < apart + sum(found[key] for key in kBuffers)
+    apart = sum(found[key] for key in STATES)
+    assert max(found[key] for key in STATES) < found["states"] < apart
+    assert found["states"] < found["peak"] < apart + sum(found[key] for key in BUFFERS)
 
 
 def test_what_takes_the_place_of_a_slot_grows_without_both_being_there() -> None:
@@ -192,7 +192,7 @@ def test_a_unit_alone_takes_all_of_the_buffers_that_units_share() -> None:
         model = build(units="model")
         one_step(model, 0, 0)
         (unit,), held = zshard.memory(model)["units"], now(model)
-        assert {key: unit[key] for key in kKinds} == {key: held[key] for key in kKinds}
+        assert {key: unit[key] for key in KINDS} == {key: held[key] for key in KINDS}
         assert unit["model_parameters"] == numel(model)
 
 
@@ -231,7 +231,7 @@ class Session:
     """A model and an optimizer, and what a script may do with them."""
 
     def __init__(self, strategy: str, policy: str) -> None:
-        self.model = build(strategy=strategy, precision=kPolicies[policy])
+        self.model = build(strategy=strategy, precision=POLICIES[policy])
         self.optimizer = zshard.AdamW(self.model.parameters())
 
     def backward(self) -> None:
@@ -287,11 +287,11 @@ class Session:
         zshard.reset(self.model)
 
 
-kActions = [name for name in vars(Session) if not name.startswith("_")]
+ACTIONS = [name for name in vars(Session) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "split"])
-@pytest.mark.parametrize(("size", "strategy"), [(1, "zero3"), *((4, each) for each in kStrategies)])
+@pytest.mark.parametrize(("size", "strategy"), [(1, "zero3"), *((4, each) for each in STRATEGIES)])
 def test_the_peak_is_never_below_now_whatever_is_done(
     size: int, strategy: str, policy: str
 ) -> None:
@@ -302,11 +302,11 @@ def test_the_peak_is_never_below_now_whatever_is_done(
         highest = peak(session.model)
         seen = now(session.model)
         for number in range(40):
-            action = draw.choice(kActions)
+            action = draw.choice(ACTIONS)
             getattr(session, action)()
             found = zshard.memory(session.model)
             done = f"{action}, action {number}"
-            assert {kind: found["now"][kind] for kind in kKinds} == ledger.now, done
+            assert {kind: found["now"][kind] for kind in KINDS} == ledger.now, done
             for key, value in found["now"].items():
                 seen[key] = max(seen[key], value)
                 assert found["peak"][key] >= max(highest[key], seen[key]), (done, key)

@@ -7,7 +7,7 @@ import weakref
 import models
 import pytest
 import torch
-from meta import Logged, assert_same_values, draw, kSeed, on_meta, plain, whole
+from meta import SEED, Logged, assert_same_values, draw, on_meta, plain, whole
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +15,7 @@ from training import Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 
 
 def materialised(
@@ -25,20 +25,20 @@ def materialised(
     for name in names:
         model = on_meta(name)
         init_fn = Logged(model)
-        torch.manual_seed(kSeed + rank)  # rank 0's numbers are everybody's
+        torch.manual_seed(SEED + rank)  # rank 0's numbers are everybody's
         zshard.wrap(model, strategy=strategy, init_fn=init_fn)
         out[name] = (init_fn.calls, whole(model))
     return out
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_values_are_the_plain_models_bit_by_bit(strategy: str, world_size: int) -> None:
-    run = (strategy, models.kPlainCases)
+    run = (strategy, models.PLAIN_CASES)
     results = (
         [materialised(0, 1, *run)] if world_size == 1 else run_ranks(materialised, world_size, *run)
     )
-    for name in models.kPlainCases:
+    for name in models.PLAIN_CASES:
         expected = plain(name, results[0][name][0])
         for calls, values in (result[name] for result in results):
             assert calls == results[0][name][0]
@@ -67,16 +67,16 @@ def test_a_module_with_a_weight_tied_across_units_comes_with_the_root() -> None:
 def test_with_one_unit_the_order_is_that_of_apply() -> None:
     model = on_meta("gpt")
     init_fn = Logged(model)
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     zshard.wrap(model, units="model", init_fn=init_fn)
     expected = models.build("gpt")
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     with torch.no_grad():
         expected.apply(draw)
     assert_same_values(whole(model), expected)
 
 
-kOptions = {
+OPTIONS = {
     "bf16": {"precision": zshard.Precision.bf16()},
     "split": {"precision": zshard.Precision.bf16(master="split")},
     "layers": {"units": "layer"},
@@ -86,17 +86,17 @@ kOptions = {
 
 
 def with_options(rank: int, world_size: int, option: str) -> tuple[list[str], dict[str, Tensor]]:
-    options = dict(kOptions.get(option, {}))
+    options = dict(OPTIONS.get(option, {}))
     if option == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = on_meta("odd_parameters")
     init_fn = Logged(model)
-    torch.manual_seed(kSeed + rank)
+    torch.manual_seed(SEED + rank)
     zshard.wrap(model, init_fn=init_fn, **options)
     return init_fn.calls, whole(model)
 
 
-@pytest.mark.parametrize("option", [*kOptions, "hsdp"])
+@pytest.mark.parametrize("option", [*OPTIONS, "hsdp"])
 def test_values_do_not_depend_on_the_other_options(option: str) -> None:
     for calls, values in run_ranks(with_options, 4 if option == "hsdp" else 2, option):
         assert_same_values(values, plain("odd_parameters", calls), option)
@@ -109,9 +109,9 @@ def half_precision(module: nn.Module) -> None:
 def test_parameters_of_several_dtypes_keep_them() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(7, 3, bias=False).bfloat16(), nn.Linear(3, 5, bias=False))
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     zshard.wrap(model, units="model", init_fn=half_precision)
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     first, second = torch.empty(3, 7).bfloat16().normal_(), torch.empty(5, 3).normal_()
     assert torch.equal(zshard.full_param(model, "0.weight"), first)
     assert torch.equal(zshard.full_param(model, "1.weight"), second)
@@ -121,7 +121,7 @@ def trained(rank: int, world_size: int, how: str) -> Record:
     """Training with an optimizer built before or after wrap on meta, or from a plain model."""
     model = on_meta("odd_parameters")
     optimizer = adamw(model) if how == "before" else None
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     if how == "plain":
         calls = Logged(model)
         zshard.wrap(model, init_fn=calls)
@@ -250,7 +250,7 @@ def mixed(rank: int, world_size: int) -> tuple[list[str], dict[str, Tensor], lis
         model.blocks[1], model.outlet.bias = models.Block(), nn.Parameter(torch.empty(1))
         model.lora = nn.Linear(3, 3)
     init_fn = Logged(model)
-    torch.manual_seed(kSeed + rank)
+    torch.manual_seed(SEED + rank)
     zshard.wrap(model, init_fn=init_fn, device="cpu", ignored=[model.lora])
     kinds = [type(p).__name__ for p in model.lora.parameters()]
     return init_fn.calls, whole_but(model, "lora"), kinds
@@ -265,7 +265,7 @@ def test_of_a_mixed_model_only_what_is_on_meta_is_initialised() -> None:
     expected = models.build("blocks")
     order = ["outlet", "lora", "blocks.1.norm", "blocks.1.up", "blocks.1.down"]
     expected.lora = nn.Linear(3, 3)
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     for name in order:
         draw(expected.get_submodule(name))
     del expected.lora

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import models
 import pytest
 import torch
-from meta import assert_same_values, draw, kSeed, on_meta, whole
+from meta import SEED, assert_same_values, draw, on_meta, whole
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -50,10 +50,10 @@ def out_variant(module: nn.Linear, weight: Tensor, bias: Tensor) -> None:
     module.bias.set_(bias.clone())
 
 
-kWays = [in_place, through_data, assigned_data, replaced, emptied_again, out_variant]
+WAYS = [in_place, through_data, assigned_data, replaced, emptied_again, out_variant]
 
 
-@pytest.mark.parametrize("way", kWays)
+@pytest.mark.parametrize("way", WAYS)
 def test_init_fn_may_write_values_in_any_way(way: Callable[..., None]) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 5))
@@ -106,7 +106,7 @@ class Huggingface(models.GPT):
 
 
 def huggingface(rank: int, world_size: int) -> dict[str, Tensor]:
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     with torch.device("meta"):
         model = Huggingface()
     zshard.wrap(model, init_fn=model._init_weights)
@@ -121,7 +121,7 @@ def test_tied_weights_stay_tied_and_hold_what_was_written_last() -> None:
         for i in range(3)
         for name in ("norm1", "norm2", "attention.qkv", "attention.out", "mlp.0", "mlp.2")
     ]
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     for name in ["tokens", "norm", "head", "", *blocks]:
         expected._init_weights(expected.get_submodule(name))
     for values in run_ranks(huggingface, 2):
@@ -134,10 +134,10 @@ def test_recurrent_layers_train_from_the_meta_device() -> None:
 
     with torch.device("meta"):
         model = build()
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     zshard.wrap(model, units=(nn.RNNBase,), init_fn=lambda module: module.reset_parameters())
     expected = build()
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     for layer in expected:
         layer.reset_parameters()
     x = torch.randn(4, 3)
@@ -234,7 +234,7 @@ class Strict(nn.Module):
         self.register_buffer("cache", torch.zeros(2))
 
 
-kRefused = {
+REFUSED = {
     other_shape: r"inlet\.weight \(2, 3\).*was \(7, 3\)",
     other_dtype: r"inlet\.weight .*float64.*was .*float32",
     other_requires_grad: r"inlet\.weight .*requires_grad=False.*requires_grad=True",
@@ -254,7 +254,7 @@ kRefused = {
 }
 
 
-@pytest.mark.parametrize("wrong", kRefused)
+@pytest.mark.parametrize("wrong", REFUSED)
 def test_what_cannot_work_in_init_fn_is_refused_by_name(wrong: Callable[..., None]) -> None:
     with torch.device("meta"):
         model = Strict()
@@ -267,7 +267,7 @@ def test_what_cannot_work_in_init_fn_is_refused_by_name(wrong: Callable[..., Non
         if module is model or module is model.blocks[1]:
             wrong(model, module)
 
-    with pytest.raises(zshard.InputError, match=kRefused[wrong]):
+    with pytest.raises(zshard.InputError, match=REFUSED[wrong]):
         zshard.wrap(model, init_fn=init_fn)
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from meta import (
+    LARGEST,
+    SEED,
     Counted,
     Large,
     Logged,
     assert_same_values,
     draw,
-    kLargest,
-    kSeed,
     on_meta,
     plain,
     whole,
@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zshard
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -52,14 +52,14 @@ def peak_of_wrap(
     return counted.peak, stays, sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_at_most_the_largest_unit_is_whole_beside_the_shards(strategy: str) -> None:
     for precision in (None, zshard.Precision.bf16(), zshard.Precision.bf16(master="split")):
         for peak, stays, count in run_ranks(peak_of_wrap, 3, strategy, precision):
             # A split master is written as fp32 first, its owned range only.
-            planes = kLargest if precision is not None and precision.master == "split" else 0
+            planes = LARGEST if precision is not None and precision.master == "split" else 0
             planes = planes // 3 if strategy != "ddp" else planes
-            assert stays < peak <= stays + kLargest + 1.02 * planes, precision
+            assert stays < peak <= stays + LARGEST + 1.02 * planes, precision
             if strategy == "zero3" and precision is None:
                 assert stays == pytest.approx(4 * count / 3, rel=0.05)
 
@@ -119,7 +119,7 @@ def test_a_devices_random_numbers_are_the_plain_models_and_left_alone(device: st
 
     model = on_meta("blocks")
     init_fn = Logged(model)
-    torch.manual_seed(kSeed)
+    torch.manual_seed(SEED)
     before = states()
     zshard.wrap(model, device=device, init_fn=init_fn)
     assert all(torch.equal(a, b) for a, b in zip(states(), before, strict=True))
@@ -150,7 +150,7 @@ def by_numpy(module: nn.Module) -> None:
 
 def by_rank(module: nn.Module) -> None:
     draw(module)
-    if module.weight.shape == (models.kHidden, models.kWidth):
+    if module.weight.shape == (models.HIDDEN, models.WIDTH):
         module.weight += torch.distributed.get_rank()
 
 
@@ -186,9 +186,9 @@ def unlike_models(rank: int, world_size: int, what: str) -> tuple[str, int]:
     init_fn = Logged(model)
     options = {"init_fn": init_fn, "init": "broadcast"}
     if rank == 1 and what == "shape":
-        model.outlet = nn.Linear(models.kWidth, 2, device="meta")
+        model.outlet = nn.Linear(models.WIDTH, 2, device="meta")
     if rank == 1 and what == "on_meta":
-        model.outlet = nn.Linear(models.kWidth, 1)
+        model.outlet = nn.Linear(models.WIDTH, 1)
     if rank == 1 and what == "init_fn":
         model, options = models.build("blocks"), {"init": "broadcast"}
     with pytest.raises(zshard.MismatchError) as caught:

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from meta import Counted, Large, kLargest, on_meta
+from meta import LARGEST, Counted, Large, on_meta
 from ops_check import devices
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from training import Record, Wrapped, adamw, assert_same_bits, train
 import zshard
 from zshard.wrap import schedule_of
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
-kPrecisions = {
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
+PRECISIONS = {
     "fp32": None,
     "bf16": zshard.Precision.bf16(),
     "split": zshard.Precision.bf16(master="split"),
@@ -47,7 +47,7 @@ def loaded(
     for name in names:
         model = on_meta(name)
         optimizer = adamw(model)
-        options = {"strategy": strategy, "precision": kPrecisions[precision]}
+        options = {"strategy": strategy, "precision": PRECISIONS[precision]}
         zshard.wrap(model, **options)
         load(model, models.build(name))
         first = models.loss_of(model, models.batches(name, 1, rank)[0]).detach()
@@ -62,11 +62,11 @@ def loaded(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "split"])
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_once_loaded_it_is_the_plain_model_bit_by_bit(
     strategy: str, precision: str, world_size: int
 ) -> None:
-    names = models.kPlainCases
+    names = models.PLAIN_CASES
     for rank, results in enumerate(run_ranks(loaded, world_size, strategy, precision, names)):
         for name, (first, actual, expected) in zip(names, results, strict=True):
             assert_same_bits(actual, expected)
@@ -102,13 +102,13 @@ def test_recurrent_modules_and_tied_parameters_keep_their_objects_and_attributes
     assert torch.equal(model(x), expected(x))
 
 
-@pytest.mark.parametrize("precision", kPrecisions)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_masters_begin_as_zeros_and_so_does_their_padding(strategy: str, precision: str) -> None:
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     try:
         model = on_meta("odd_parameters")
-        zshard.wrap(model, strategy=strategy, precision=kPrecisions[precision])
+        zshard.wrap(model, strategy=strategy, precision=PRECISIONS[precision])
     finally:
         torch.use_deterministic_algorithms(False)
     flats = [flat for unit in schedule_of(model).units for flat in unit.flats]
@@ -135,9 +135,9 @@ def step_with_scaler(model: nn.Module, x: Tensor) -> None:
     scaler.step(optimizer)
 
 
-kUses: dict[str, Callable[[nn.Module, Tensor], object]] = {
+USES: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "a forward": lambda model, x: model(x),
-    "a forward of blocks.1": lambda model, x: model.blocks[1](torch.ones(2, models.kWidth)),
+    "a forward of blocks.1": lambda model, x: model.blocks[1](torch.ones(2, models.WIDTH)),
     "the method 'encode'": lambda model, x: model.encode(x),
     "full_param('outlet.bias')": lambda model, x: zshard.full_param(model, "outlet.bias"),
     "full_params": lambda model, x: enter_full_params(model),
@@ -158,7 +158,7 @@ def uses(rank: int, world_size: int, strategy: str) -> tuple[dict[str, str], Rec
     told = {}
     before = repr(zshard.stats(model))
     zshard.reset(model)  # brings no values
-    for what, use in kUses.items():
+    for what, use in USES.items():
         with pytest.raises(zshard.StateError) as caught:
             use(model, torch.ones(2, 3))
         told[what] = str(caught.value)
@@ -225,19 +225,19 @@ def peak_of_wrap(
         model = Large()
     with Counted(least=1000) as counted:
         # Shared memory comes in extents of a MiB, of all ranks: test_peer.py.
-        policy = kPrecisions[precision]
+        policy = PRECISIONS[precision]
         zshard.wrap(model, strategy=strategy, precision=policy, init=init, comm="group")
     stays = sum(nbytes for _, nbytes in counted.live.values())
     return counted.peak, stays, sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("precision", kPrecisions)
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_wrap_holds_nothing_beside_the_shards(strategy: str, precision: str) -> None:
     init = {"zero1": "broadcast", "zero2": "trust"}.get(strategy, "check")
     for peak, stays, count in run_ranks(peak_of_wrap, 3, strategy, precision, init):
         # A split master is written as fp32 first, its owned range only, one unit at a time.
-        planes = kLargest / (1 if strategy == "ddp" else 3) if precision == "split" else 0
+        planes = LARGEST / (1 if strategy == "ddp" else 3) if precision == "split" else 0
         assert stays <= peak <= stays + 1.02 * planes
         if strategy == "zero3" and precision == "fp32":
             assert peak == pytest.approx(4 * count / 3, rel=0.05)

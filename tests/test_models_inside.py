@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zshard
 
-kOrders = [(0, 1, 2), (1,), (2, 0)]  # few, so that they come again
+ORDERS = [(0, 1, 2), (1,), (2, 0)]  # few, so that they come again
 
 
 class Calling(nn.Module):
@@ -77,7 +77,7 @@ def inside(
     for step in range(10):
         x = batch(rank, step)
         for number in range(3):
-            order = own.choice(kOrders) if number in routed and step > 1 else kOrders[0]
+            order = own.choice(ORDERS) if number in routed and step > 1 else ORDERS[0]
             plain[number].order = wrapped[number].order = order
         outputs = [models[-1](x) for models in (plain, wrapped)]
         for output in outputs:
@@ -92,13 +92,13 @@ def inside(
     return wrong
 
 
-kEach = [{0}, {1}, {2}]
+EACH = [{0}, {1}, {2}]
 
 
 @pytest.mark.parametrize(
     ("routed", "early", "trains"),
     [
-        *((routed, early, False) for routed in [set(), *kEach] for early in (False, True)),
+        *((routed, early, False) for routed in [set(), *EACH] for early in (False, True)),
         *(({0, 1, 2}, early, trains) for early in (False, True) for trains in (False, True)),
     ],
     ids=str,
@@ -149,7 +149,7 @@ def fall(rank: int, world_size: int, seed: int, comm: str, early: bool) -> tuple
     made = 0
     for step in range(12):
         for model in models:
-            model.order = own.choice(kOrders) if step > 1 else kOrders[0]
+            model.order = own.choice(ORDERS) if step > 1 else ORDERS[0]
         who = {each for each in range(world_size) if 1 < step < 11 and common.random() < 0.4}
         model = common.choice(models)
         where = common.choice([model, model.inlet, model.blocks[model.order[-1]]])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from odd import Stacked, assert_same_grads, kInput, pair
+from odd import INPUT, Stacked, assert_same_grads, pair
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -65,9 +65,9 @@ def unseen_outputs(rank: int, world_size: int, make: Callable[[], nn.Module], ho
             model.zero_grad()
             if hooked:  # what they keep, autograd does not check
                 with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                    out = model(kInput)
+                    out = model(INPUT)
             else:
-                out = model(kInput)
+                out = model(INPUT)
             out.square().mean().backward()
         assert_same_grads(plain, wrapped)
 
@@ -85,7 +85,7 @@ def test_relu_in_place_behind_linear_layers() -> None:
     layers = [nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True)]
     plain, wrapped = pair(lambda: nn.Sequential(*layers, nn.Linear(8, 8)))
     for model in (plain, wrapped):
-        model(kInput).square().mean().backward()
+        model(INPUT).square().mean().backward()
     assert_same_grads(plain, wrapped)
 
 
@@ -107,11 +107,11 @@ class Spread(nn.Module):
 def leaves_a_view(rank: int, world_size: int, grad: bool) -> None:
     wrapped = zshard.wrap(Stacked(Spread), strategy="zero3")
     with torch.set_grad_enabled(grad):
-        for call in (lambda: wrapped.blocks[0](kInput), lambda: wrapped.blocks[0](kInput, [])):
+        for call in (lambda: wrapped.blocks[0](INPUT), lambda: wrapped.blocks[0](INPUT, [])):
             with pytest.raises(zshard.ShardedAccessError, match=r"'blocks\.0'.*Put a copy there"):
                 call()
     _, other = pair(lambda: Stacked(lambda: nn.Linear(8, 8)))
-    other(kInput).sum().backward()  # the ranks are still in step
+    other(INPUT).sum().backward()  # the ranks are still in step
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -140,7 +140,7 @@ class ViewsLast(Stacked):
 def views(rank: int, world_size: int) -> None:
     plain, wrapped = pair(ViewsLast)
     for model in (plain, wrapped):
-        model(kInput).square().mean().backward()
+        model(INPUT).square().mean().backward()
     assert_same_grads(plain, wrapped)
 
 
@@ -187,7 +187,7 @@ def reads_detached(rank: int, world_size: int, comm: str) -> None:
         for model in (plain, wrapped):
             model.order = (0, 1, 2, 3, 4) if step < 2 else (0, 2, 4)
             model.zero_grad()
-            model(kInput).square().mean().backward()
+            model(INPUT).square().mean().backward()
         for name, param in plain.named_parameters():
             if param.grad is not None:
                 torch.testing.assert_close(zshard.full_grad(wrapped, name), param.grad)
@@ -210,7 +210,7 @@ class Sparse(nn.Module):
 def sparse_outputs(rank: int, world_size: int) -> None:
     plain, wrapped = pair(lambda: Stacked(Sparse))
     with torch.no_grad():
-        torch.testing.assert_close(wrapped(kInput).to_dense(), plain(kInput).to_dense())
+        torch.testing.assert_close(wrapped(INPUT).to_dense(), plain(INPUT).to_dense())
 
 
 def test_a_unit_may_return_a_tensor_without_storage() -> None:
@@ -240,10 +240,10 @@ def returns_parameter(rank: int, world_size: int, strategy: str) -> None:
     for _ in range(2):
         for model in (plain, wrapped):
             model.zero_grad()
-            model(kInput).square().mean().backward()
+            model(INPUT).square().mean().backward()
         assert_same_grads(plain, wrapped)
     with torch.no_grad():
-        torch.testing.assert_close(wrapped(kInput), plain(kInput))
+        torch.testing.assert_close(wrapped(INPUT), plain(INPUT))
     with as_autograd_sees():
         for unit in schedule_of(wrapped).units:
             for leaf in (leaf for flat in unit.flats for leaf in flat.full.leaves):
@@ -275,7 +275,7 @@ def returns_root_parameter(rank: int, world_size: int) -> None:
         for model in (plain, wrapped):
             model.zero_grad()
             with torch.set_grad_enabled(grad):
-                out, more = model(kInput)
+                out, more = model(INPUT)
                 outs.append(loss := out.square().mean() * more["scale"].exp())
             if grad:
                 loss.backward()
@@ -305,7 +305,7 @@ class Listed(nn.Module):
 def listed(rank: int, world_size: int) -> None:
     plain, wrapped = pair(lambda: Stacked(Listed), units="layer")
     for model in (plain, wrapped):
-        model(kInput).square().mean().backward()
+        model(INPUT).square().mean().backward()
     assert_same_grads(plain, wrapped)
     units = [unit.name for unit in schedule_of(wrapped).units[1:]]
     assert units == [f"blocks.{index}" for index in range(6)]
@@ -334,7 +334,7 @@ def hollow(rank: int, world_size: int, strategy: str, comm: str) -> None:
         plain.zero_grad()
         optimizer.zero_grad()
         for side in (plain, wrapped):
-            side(kInput).square().sum().backward()
+            side(INPUT).square().sum().backward()
         assert_same_grads(plain, wrapped)
         with zshard.full_params(wrapped):
             assert wrapped.blocks[0].nothing.shape == (0,)

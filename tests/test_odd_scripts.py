@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from odd import Stacked, assert_same_grads, kInput, pair
+from odd import INPUT, Stacked, assert_same_grads, pair
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ def test_lists_that_come_in_are_the_callers(precision: zshard.Precision | None) 
     wrapped = zshard.wrap(Collects(), precision=precision)
     into: list[Tensor] = []
     more: dict[str, list[Tensor]] = {"seen": []}
-    wrapped(kInput, into, more=more)
+    wrapped(INPUT, into, more=more)
     assert len(into) == len(more["seen"]) == 6
 
 
@@ -83,10 +83,10 @@ def evaluates_between(rank: int, world_size: int) -> None:
     for step in range(8):
         for model in (plain, wrapped):
             model.zero_grad()
-            loss = model(kInput).square().mean()
+            loss = model(INPUT).square().mean()
             if step in (3, 6):
                 with torch.no_grad():
-                    model(kInput * 2)
+                    model(INPUT * 2)
             if step == 5 and model is wrapped:
                 with zshard.full_params(model):
                     pass
@@ -106,7 +106,7 @@ def adversarial(rank: int, world_size: int) -> int:
     for _ in range(4):
         for model in (plain, wrapped):
             model.zero_grad()
-            x = kInput.clone().requires_grad_()
+            x = INPUT.clone().requires_grad_()
             try:
                 clean = model(x).square().mean()
                 (grad,) = torch.autograd.grad(clean, x, retain_graph=True)
@@ -172,12 +172,12 @@ def test_data_assigned_in_forward_is_refused_and_the_parameter_stays(strategy: s
     before = zshard.full_param(model, "blocks.0.weight")
     for _ in range(2):
         with pytest.raises(zshard.StateError, match=r"forward changed one of blocks\.0\.weight"):
-            model(kInput)
+            model(INPUT)
     assert torch.equal(zshard.full_param(model, "blocks.0.weight"), before)
     model.blocks[0].__class__ = nn.Linear
     with torch.no_grad():
-        expected = nn.functional.linear(kInput, before, zshard.full_param(model, "blocks.0.bias"))
-        assert torch.equal(model.blocks[0](kInput), expected)
+        expected = nn.functional.linear(INPUT, before, zshard.full_param(model, "blocks.0.bias"))
+        assert torch.equal(model.blocks[0](INPUT), expected)
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_a_state_that_is_cleared_begins_anew(
             if step == 2:
                 change(opt)
             opt.zero_grad()
-            (model(kInput) * (step + 1)).square().mean().backward()
+            (model(INPUT) * (step + 1)).square().mean().backward()
             opt.step()
     for name, param in plain.named_parameters():
         torch.testing.assert_close(zshard.full_param(wrapped, name), param.data)
@@ -221,7 +221,7 @@ def state_set(rank: int, world_size: int) -> None:
         opt = kind(model.parameters(), lr=0.01)
         for step in range(4):
             opt.zero_grad()
-            (model(kInput) * (step + 1)).square().mean().backward()
+            (model(INPUT) * (step + 1)).square().mean().backward()
             opt.step()
             for param in (model[0].blocks[1].weight, model[1].weight):
                 if step == 1:
@@ -245,7 +245,7 @@ def freeze_before_step(rank: int, world_size: int) -> None:
     for model, kind in ((plain, torch.optim.AdamW), (wrapped, zshard.AdamW)):
         opt = kind(model.parameters(), lr=0.01)
         for step in range(3):
-            model(kInput).square().mean().backward()
+            model(INPUT).square().mean().backward()
             model.blocks[1].requires_grad_(step != 1)
             opt.step()
             opt.zero_grad()
@@ -266,7 +266,7 @@ def elsewhere(rank: int, world_size: int, comm: str) -> None:
     plain = Stacked(lambda: nn.Linear(8, 8))
     found = []
     for device in ("cpu", "meta"):
-        model, x = copy.deepcopy(plain), kInput * (rank + 1)
+        model, x = copy.deepcopy(plain), INPUT * (rank + 1)
         ignored = [model.blocks[5].bias]
         with torch.device(device):  # as torch.set_default_device
             zshard.wrap(model, comm=comm, ignored=ignored)
@@ -334,5 +334,5 @@ def test_a_model_whose_attributes_keep_a_graph_is_told_which() -> None:
         block.weight = block.weight.detach()
     wrapped = zshard.wrap(model)
     for each in (plain, wrapped):
-        each(kInput).square().mean().backward()
+        each(INPUT).square().mean().backward()
     assert_same_grads(plain, wrapped)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_calls import kHypers, make, refuses_change
+from optim_calls import HYPERS, make, refuses_change
 
 from zshard import ops
 
 
-@pytest.mark.parametrize("hyper", kHypers["adamw_"])
+@pytest.mark.parametrize("hyper", HYPERS["adamw_"])
 def test_adamw_agrees_with_torch_within_rounding(hyper: list[float]) -> None:
     lr, beta1, beta2, eps, decay, decoupled = hyper
     param = torch.nn.Parameter(torch.randn(4097))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zshard import ops
 
-kStreamed = 2_200_003  # elements: more than 4 MiB in every dtype, which is stored around the cache
+STREAMED = 2_200_003  # elements: more than 4 MiB in every dtype, which is stored around the cache
 
 
 def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
@@ -98,7 +98,7 @@ def test_what_is_no_dense_tensor_is_refused_by_name(wrong: torch.Tensor | None) 
 def digest() -> str:
     """A digest of all memory that large calls leave behind: of several grains, and streamed."""
     sha = hashlib.sha256()
-    calls = [*samples("cpu", 200_003).items(), *samples("cpu", kStreamed).items()]
+    calls = [*samples("cpu", 200_003).items(), *samples("cpu", STREAMED).items()]
     for name, arguments in calls:
         getattr(ops, name)(*arguments)
         for argument in arguments:

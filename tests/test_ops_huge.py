@@ -9,20 +9,20 @@ from torch import Tensor
 
 from zshard import ops
 
-kBorders = {"cpu": 1 << 20, "cuda": 1 << 31}
-kEnds = slice(8192), slice(-8192, None)  # what is compared; the border is in the latter
+BORDERS = {"cpu": 1 << 20, "cuda": 1 << 31}
+ENDS = slice(8192), slice(-8192, None)  # what is compared; the border is in the latter
 
 
 def source_on(device: str) -> Tensor:
     """bf16, with 5 elements more than the border; zeros but for what is compared."""
-    source = torch.zeros(kBorders[device] + 5, dtype=torch.bfloat16, device=device)
-    for end in kEnds:
+    source = torch.zeros(BORDERS[device] + 5, dtype=torch.bfloat16, device=device)
+    for end in ENDS:
         source[end].normal_()
     return source
 
 
 def assert_equal_at_the_ends(actual: Tensor, expected: Tensor) -> None:
-    for end in kEnds:
+    for end in ENDS:
         wanted = expected[end].to(actual.dtype)
         torch.testing.assert_close(actual[end], wanted, rtol=0, atol=0)
 

@@ -7,20 +7,20 @@ import copy
 import pytest
 import torch
 from ops_check import F, Twins, assert_same, check, devices
-from optim_calls import kHypers, kSizes, kStates, make, refuses_change
+from optim_calls import HYPERS, SIZES, STATES, make, refuses_change
 
 from zshard import ops
 
-kPartial = [[1, 9, 33], [0, 3, 17], [0, 17, 4003], [1, 50, 69_999], [1, 33, 33], [3, 0, 1]]
-kForms = [(None, False), (torch.bfloat16, False), (torch.float16, False), (None, True)]
+PARTIAL = [[1, 9, 33], [0, 3, 17], [0, 17, 4003], [1, 50, 69_999], [1, 33, 33], [3, 0, 1]]
+FORMS = [(None, False), (torch.bfloat16, False), (torch.float16, False), (None, True)]
 
-every_op = pytest.mark.parametrize("op", sorted(kStates))
+every_op = pytest.mark.parametrize("op", sorted(STATES))
 
 
 @devices
 @every_op
 @pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize(("send_dtype", "split"), kForms)
+@pytest.mark.parametrize(("send_dtype", "split"), FORMS)
 @pytest.mark.parametrize("grad_dtype", F)
 def test_a_step_updates_its_segments_and_nothing_else(
     device: str,
@@ -30,8 +30,8 @@ def test_a_step_updates_its_segments_and_nothing_else(
     split: bool,
     start: int,
 ) -> None:
-    for segments in (kPartial, None):
-        call = make(op, kSizes, segments, grad_dtype, send_dtype, split, start)
+    for segments in (PARTIAL, None):
+        call = make(op, SIZES, segments, grad_dtype, send_dtype, split, start)
         check(op, device, *call.arguments())
 
 
@@ -47,7 +47,7 @@ def test_grad_scale_multiplies_every_gradient(device: str, op: str) -> None:
 @every_op
 @pytest.mark.parametrize("split", [False, True])
 def test_infinities_and_nan_go_through(device: str, op: str, split: bool) -> None:
-    for hyper in kHypers[op]:
+    for hyper in HYPERS[op]:
         call = make(op, [64], split=split, hypers=[hyper])
         buffers = [call.grads, call.masters, *call.states.values()]
         for at, buffer in enumerate(buffers):
@@ -63,7 +63,7 @@ def test_infinities_and_nan_go_through(device: str, op: str, split: bool) -> Non
 @devices
 @every_op
 def test_an_inactive_segment_is_left_alone(device: str, op: str) -> None:
-    call = make(op, kSizes, kPartial, send_dtype=torch.bfloat16)
+    call = make(op, SIZES, PARTIAL, send_dtype=torch.bfloat16)
     call.active = torch.tensor([1, 0, 1, 0, 1, 0], dtype=torch.uint8)
     before = copy.deepcopy(call)
     check(op, device, *call.arguments())
@@ -111,7 +111,7 @@ def test_no_shards_and_no_segments_is_a_no_op(device: str, op: str) -> None:
 def test_an_element_has_the_same_bits_wherever_it_lies(device: str, op: str) -> None:
     numel = 10_001
     pieces = [[0, a, b] for a, b in zip([0, 1, 6, 4099], [1, 6, 4099, numel], strict=True)]
-    for hyper in kHypers[op]:
+    for hyper in HYPERS[op]:
         whole, cut, shifted = (
             make(op, [numel], segments, start=start, hypers=[hyper])
             for segments, start in ((None, 0), (pieces, 0), (None, 3))
@@ -137,7 +137,7 @@ def test_errors_give_values_and_remedy(op: str) -> None:
 
     half, whole = torch.bfloat16, [torch.empty(8), torch.empty(9)]
     low = [torch.empty(n, dtype=torch.int16) for n in (8, 9)]
-    state = kStates[op][-1]
+    state = STATES[op][-1]
     broken([f"{state} has 1 entries but masters has 2"], **{state: whole[:1]})
     broken([f"{state}[1] has 8 elements", "must have 9"], **{state: [whole[0]] * 2})
     broken([f"{state}[0] is bfloat16", "float32"], **{state: [t.to(half) for t in whole]})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zshard import ops
 
-kSpecials = [
+SPECIALS = [
     float("nan"),
     float("inf"),
     -float("inf"),
@@ -32,7 +32,7 @@ def ragged(dtypes: list[torch.dtype]) -> list[Tensor | None]:
         torch.randn(70, 100).t(),
         torch.tensor(3.25),
         torch.randn(0, 4),
-        torch.tensor(kSpecials),
+        torch.tensor(SPECIALS),
         torch.randn(4, 3, 6, 5).permute(0, 2, 3, 1),
         torch.randn(64, 9)[::3, 1::2],
         torch.randn(2, 1, 3, 1).expand(2, 5, 3, 7),

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from zshard import ops
 
-kRanks = [1, 2, 3, 5]
-kSizes = [0, 1, 7, 33, 4096, 10_007]
+RANKS = [1, 2, 3, 5]
+SIZES = [0, 1, 7, 33, 4096, 10_007]
 
 
 def peers_of(world_size: int, numel: int, dtype: torch.dtype, *starts: int) -> list[Tensor]:
@@ -36,8 +36,8 @@ def stats() -> Tensor:
 def test_every_shard_comes_to_its_part_of_full(
     device: str, full_dtype: torch.dtype, shard_dtype: torch.dtype
 ) -> None:
-    for world_size in kRanks:
-        for numel in kSizes:
+    for world_size in RANKS:
+        for numel in SIZES:
             for start, *starts in ([0, 0], [1, 0], [0, 3, 8], [5, 5, 0, 1]):
                 full = odd(world_size * numel, full_dtype, start)
                 shards = peers_of(world_size, numel, shard_dtype, *starts)
@@ -136,8 +136,8 @@ def test_128_ranks_are_not_too_many() -> None:
 def test_peers_are_summed_in_rank_order(
     device: str, acc_dtype: torch.dtype, peer_dtype: torch.dtype, accumulate: bool
 ) -> None:
-    for world_size in kRanks:
-        for numel in kSizes:
+    for world_size in RANKS:
+        for numel in SIZES:
             for start, *starts in ([0, 0], [3, 0, 1], [0, 0, 5, 8]):
                 acc = odd(numel, acc_dtype, start)
                 peers = peers_of(world_size, numel, peer_dtype, *starts)
@@ -148,8 +148,8 @@ def test_peers_are_summed_in_rank_order(
 @devices
 @pytest.mark.parametrize("dtype", [*F, torch.float64])
 def test_peers_give_the_bits_of_reduce(device: str, dtype: torch.dtype) -> None:
-    for world_size in kRanks:
-        for numel in (*kSizes, 2_200_003):
+    for world_size in RANKS:
+        for numel in (*SIZES, 2_200_003):
             chunks = torch.randn(world_size, numel).to(device, dtype)
             acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
             acc = torch.randn(numel).to(device, acc_dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zshard import ops, reference
 
-kSizes = [0, 1, 7, 4095, 4096, 4097, 10_007]
+SIZES = [0, 1, 7, 4095, 4096, 4097, 10_007]
 
 
 def chunks_of(world_size: int, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
@@ -36,7 +36,7 @@ def test_reduce_sums_in_rank_order(
     device: str, acc_dtype: torch.dtype, chunk_dtype: torch.dtype, accumulate: bool
 ) -> None:
     for world_size in (1, 2, 3, 8):
-        for numel in kSizes:
+        for numel in SIZES:
             for start in (0, 3):
                 acc = odd(numel, acc_dtype, start)
                 chunks = chunks_of(world_size, numel, chunk_dtype, start)
@@ -67,7 +67,7 @@ def test_reduce_float64(device: str) -> None:
 @devices
 @pytest.mark.parametrize("dtype", [*F, torch.float64])
 def test_reduce_measures_what_lies_there(device: str, dtype: torch.dtype) -> None:
-    for numel in (*kSizes, 8192 * 3 + 5):
+    for numel in (*SIZES, 8192 * 3 + 5):
         for start in (0, 3):
             acc = odd(numel, dtype, start)
             check("reduce_", device, acc, acc.view(1, -1), stats=stats())

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from zshard import ops
 
-kRanks = [1, 2, 3, 5]
-kSizes = [0, 1, 7, 33, 4095, 4096, 4097, 12_305]
-kForms = [(None, False), (torch.bfloat16, False), (torch.float16, False), (None, True)]
-kScale = 1 / 3
+RANKS = [1, 2, 3, 5]
+SIZES = [0, 1, 7, 33, 4095, 4096, 4097, 12_305]
+FORMS = [(None, False), (torch.bfloat16, False), (torch.float16, False), (None, True)]
+SCALE = 1 / 3
 
 every_peer_dtype = pytest.mark.parametrize("peer_dtype", F)
-every_form = pytest.mark.parametrize(("send_dtype", "split"), kForms)
+every_form = pytest.mark.parametrize(("send_dtype", "split"), FORMS)
 
 
 def segments_of(numel: int) -> list[list[int]]:
@@ -50,7 +50,7 @@ def arguments(
         "segments": call.segments,
         "hypers": call.hypers,
         "steps": call.steps,
-        "scale": kScale,
+        "scale": SCALE,
         "stats": torch.full((2,), -1.0, dtype=torch.float64),
         **tables,
     }
@@ -78,8 +78,8 @@ def in_two_calls(call: dict[str, object]) -> None:
 def test_a_step_updates_its_segments_and_nothing_else(
     device: str, peer_dtype: torch.dtype, send_dtype: torch.dtype | None, split: bool
 ) -> None:
-    for world_size in kRanks:
-        for numel in kSizes:
+    for world_size in RANKS:
+        for numel in SIZES:
             for start, *starts in ([0, 0], [3, 0, 1], [0, 0, 5, 8]):
                 peers = peers_of(world_size, numel, peer_dtype, *starts)
                 for segments in (segments_of(numel), None):

@@ -12,7 +12,7 @@ from optim_calls import make, refuses_change
 from zshard import ops
 
 # Every combination that torch allows: nesterov takes momentum and no dampening.
-kForms = [
+FORMS = [
     [0.03, momentum, dampening, decay, nesterov, maximize]
     for momentum, dampening, decay, nesterov, maximize in itertools.product(
         (0.0, 0.9), (0.0, 0.3), (0.0, 0.1), (0.0, 1.0), (0.0, 1.0)
@@ -26,13 +26,13 @@ kForms = [
 @pytest.mark.parametrize("grad_dtype", F)
 def test_every_form_has_the_reference_bits(device: str, grad_dtype: torch.dtype, step: int) -> None:
     numel = 97
-    segments = [[0, g * numel, (g + 1) * numel] for g in range(len(kForms))]
-    call = make("sgd_", [len(kForms) * numel], segments, grad_dtype, hypers=kForms)
+    segments = [[0, g * numel, (g + 1) * numel] for g in range(len(FORMS))]
+    call = make("sgd_", [len(FORMS) * numel], segments, grad_dtype, hypers=FORMS)
     call.steps.fill_(step)
     check("sgd_", device, *call.arguments())
 
 
-@pytest.mark.parametrize("form", kForms)
+@pytest.mark.parametrize("form", FORMS)
 def test_sgd_agrees_with_torch_within_rounding(form: list[float]) -> None:
     lr, momentum, dampening, decay, nesterov, maximize = form
     param = torch.nn.Parameter(torch.randn(4097))
@@ -68,7 +68,7 @@ def test_sgd_agrees_with_torch_within_rounding(form: list[float]) -> None:
 def test_without_momentum_no_buffers_are_needed(
     device: str, send_dtype: torch.dtype | None, split: bool
 ) -> None:
-    plain = [form for form in kForms if not form[1]]
+    plain = [form for form in FORMS if not form[1]]
     call = make("sgd_", send_dtype=send_dtype, split=split, hypers=plain)
     call.states["momentum_buffers"] = []
     check("sgd_", device, *call.arguments())

@@ -12,11 +12,11 @@ from ranks import run_ranks
 from steps import batch
 from torch import nn
 from torch.optim import lr_scheduler
-from training import Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
+from training import STEPS, Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
 
-kTorchOptimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+TORCH_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw_fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-6, fused=True),
     "adamw_foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-6, foreach=True),
     "adamw_loop": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-6, foreach=False),
@@ -34,7 +34,7 @@ kTorchOptimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-kSgds: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+SGDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "plain sgd": lambda m: zshard.SGD(m.parameters(), lr=5e-2),
     "nesterov sgd": lambda m: zshard.SGD(
         m.parameters(), lr=5e-2, momentum=0.9, nesterov=True, weight_decay=0.01
@@ -65,26 +65,26 @@ def both_sides(
     rank: int, world_size: int, name: str, optimizer: str, scheduler: str | None
 ) -> tuple[Record, Record]:
     """Train wrapped and plain (DDP) with one optimizer and scheduler."""
-    make = {"adamw": adamw, "grouped": grouped, **kTorchOptimizers, **kSgds}[optimizer]
+    make = {"adamw": adamw, "grouped": grouped, **TORCH_OPTIMIZERS, **SGDS}[optimizer]
     records = []
     for is_wrapped in (True, False):
         model = models.build(name)
         if is_wrapped:
             side: Plain | Wrapped = Wrapped(zshard.wrap(model))
         else:
-            side = Plain(model, world_size, models.kCases[name].unused)
+            side = Plain(model, world_size, models.CASES[name].unused)
         built = make(model)
         after_step: Callable[[], object] = lambda: None  # noqa: E731
         if scheduler == "cosine":
-            after_step = lr_scheduler.CosineAnnealingLR(built, T_max=kSteps).step
+            after_step = lr_scheduler.CosineAnnealingLR(built, T_max=STEPS).step
         elif scheduler == "one_cycle":  # moves beta1 as well
-            after_step = lr_scheduler.OneCycleLR(built, max_lr=3e-2, total_steps=kSteps + 1).step
-        data = models.batches(name, kSteps, rank)
+            after_step = lr_scheduler.OneCycleLR(built, max_lr=3e-2, total_steps=STEPS + 1).step
+        data = models.batches(name, STEPS, rank)
         records.append(train(side, built, data, after_step=after_step))
     return records[0], records[1]
 
 
-@pytest.mark.parametrize("optimizer", kTorchOptimizers)
+@pytest.mark.parametrize("optimizer", TORCH_OPTIMIZERS)
 def test_torchs_elementwise_optimizers_train_shards_as_they_train_tensors(optimizer: str) -> None:
     # torch's kernels round by position in a tensor: last bits differ, and ten steps carry them on.
     for actual, expected in run_ranks(both_sides, 2, "odd_parameters", optimizer, None):
@@ -96,8 +96,8 @@ def with_bf16_gradients(rank: int, world_size: int, optimizer: str) -> tuple[flo
     last = []
     for reduce in (torch.bfloat16, torch.float32):
         model = zshard.wrap(models.build("blocks"), precision=zshard.Precision.bf16(reduce=reduce))
-        built = kTorchOptimizers[optimizer](model)
-        record = train(Wrapped(model), built, models.batches("blocks", kSteps, rank))
+        built = TORCH_OPTIMIZERS[optimizer](model)
+        record = train(Wrapped(model), built, models.batches("blocks", STEPS, rank))
         last.append(float(record.losses[-1]))
     return last[0], last[1]
 
@@ -121,7 +121,7 @@ def test_torchs_optimizers_leave_unused_parameters_alone(optimizer: str) -> None
     ("optimizer", "scheduler"),
     [
         *(("grouped", None), ("grouped", "cosine"), ("adamw", "cosine"), ("adamw", "one_cycle")),
-        *((sgd, "cosine") for sgd in kSgds),
+        *((sgd, "cosine") for sgd in SGDS),
     ],
 )
 def test_groups_and_schedulers_give_the_plain_models_bits(
@@ -137,7 +137,7 @@ def test_groups_and_schedulers_give_the_plain_models_bits(
 
 def resumed(rank: int, world_size: int) -> tuple[Record, Record]:
     """Ten steps at a stretch, and five and five with a new optimizer loaded in between."""
-    data = models.batches("odd_parameters", kSteps, rank)
+    data = models.batches("odd_parameters", STEPS, rank)
     model = zshard.wrap(models.build("odd_parameters"))
     straight = train(Wrapped(model), grouped(model), data)
     model = zshard.wrap(models.build("odd_parameters"))
@@ -163,7 +163,7 @@ def test_an_optimizer_state_loaded_into_a_new_optimizer_goes_on_bit_by_bit(
 
 
 def test_a_new_optimizer_without_the_state_does_not_go_on_the_same() -> None:
-    data = models.batches("blocks", kSteps)
+    data = models.batches("blocks", STEPS)
     model = zshard.wrap(models.build("blocks"))
     straight = train(Wrapped(model), adamw(model), data)
     model = zshard.wrap(models.build("blocks"))
@@ -193,7 +193,7 @@ def test_zshards_adamw_is_torchs_within_rounding_on_a_plain_model(
         torch.optim.AdamW(other.parameters(), **theirs),
     )
     generator = torch.Generator().manual_seed(3)
-    for _ in range(kSteps):
+    for _ in range(STEPS):
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             p.grad = torch.randn(p.shape, generator=generator)
             q.grad = p.grad.clone()
@@ -253,7 +253,7 @@ def sgd_against_torchs(momentum: float, **options: object) -> tuple[Record, Reco
         model = zshard.wrap(model) if kind is zshard.SGD else model
         side = Wrapped(model) if kind is zshard.SGD else Plain(model)
         optimizer = kind(model.parameters(), lr=1e-2, momentum=momentum, **options)
-        records.append(train(side, optimizer, models.batches("odd_parameters", kSteps)))
+        records.append(train(side, optimizer, models.batches("odd_parameters", STEPS)))
     return records[0], records[1]
 
 

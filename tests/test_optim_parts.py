@@ -17,12 +17,12 @@ from torch import nn
 import zshard
 
 Make = Callable[..., torch.optim.Optimizer]
-kSteps = 3
-kMakes: dict[str, Make] = {
+STEPS = 3
+MAKES: dict[str, Make] = {
     "adamw": lambda p: zshard.AdamW(p, lr=0.01, weight_decay=0.1),
     "sgd": lambda p: zshard.SGD(p, lr=0.01, momentum=0.9),
 }
-kPrecisions = {
+PRECISIONS = {
     "fp32": None,
     "bf16": zshard.Precision.bf16(),
     "split": zshard.Precision(torch.bfloat16, master="split"),
@@ -39,7 +39,7 @@ def train(
     model: nn.Module, rank: int, make: Make, count: int
 ) -> tuple[list[torch.optim.Optimizer], int]:
     optimizers = [make(params) for params in every(count, model)]
-    for step in range(kSteps):
+    for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
         models.loss_of(model, batch(rank, step)).backward()
@@ -54,16 +54,16 @@ def parts(rank: int, world_size: int, make: str, precision: str, strategy: str) 
     plain = OddParameters()
     wanted, one_takes = None, 0
     for count in (1, 2, 3, len(list(plain.parameters()))):
-        options = {"strategy": strategy, "precision": kPrecisions[precision]}
+        options = {"strategy": strategy, "precision": PRECISIONS[precision]}
         model = zshard.wrap(copy.deepcopy(plain), **options)
-        optimizers, takes = train(model, rank, kMakes[make], count)
+        optimizers, takes = train(model, rank, MAKES[make], count)
         found = zshard.state_dict(model, all_ranks=True)
         if wanted is None:
             wanted, one_takes = found, takes
         assert 0 < takes <= one_takes, count  # less by the padding
         for name, value in wanted.items():
             assert torch.equal(found[name], value), (count, name)
-        again = [kMakes[make](params) for params in every(count, model)]
+        again = [MAKES[make](params) for params in every(count, model)]
         for old, new in zip(optimizers, again, strict=True):
             new.load_state_dict(old.state_dict())
             for param, state in old.state.items():
@@ -101,7 +101,7 @@ def in_hooks(rank: int, world_size: int) -> None:
 
     for param in own:
         param.register_post_accumulate_grad_hook(take_step)
-    for step in range(kSteps):
+    for step in range(STEPS):
         models.loss_of(whole, batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +125,7 @@ def test_a_part_that_grows_keeps_its_states() -> None:
         model = zshard.wrap(copy.deepcopy(plain)) if wrapped else copy.deepcopy(plain)
         first, *rest = every(3, model)
         optimizer = (zshard if wrapped else torch.optim).AdamW(first, lr=0.01)
-        for step in range(kSteps):
+        for step in range(STEPS):
             if step > 0:
                 optimizer.add_param_group({"params": rest[step - 1]})
             optimizer.zero_grad()
@@ -175,13 +175,13 @@ def test_a_state_in_memory_order_is_not_taken_for_a_whole_one() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("make", kMakes)
+@pytest.mark.parametrize("make", MAKES)
 def test_a_copy_or_a_pickle_of_a_model_and_its_optimizer_goes_on_bit_by_bit(
     make: str, copied: Callable[[object], tuple[nn.Module, torch.optim.Optimizer]]
 ) -> None:
     model = nn.Linear(3, 2)
-    pairs = [(model, kMakes[make](model.parameters()))]
-    for step in range(kSteps):
+    pairs = [(model, MAKES[make](model.parameters()))]
+    for step in range(STEPS):
         if step == 1:
             pairs.append(copied(pairs[0]))
         for each, optimizer in pairs:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import zshard
 from zshard.wrap import schedule_of
 
-kSteps = 6
-kFrom = 3  # the step from which on the other part is there
+STEPS = 6
+FROM = 3  # the step from which on the other part is there
 
 
 class Heads(nn.Module):
@@ -46,7 +46,7 @@ def both(a: Tensor, b: Tensor, other: bool) -> Tensor:
     return a.square().mean() + b.square().mean()
 
 
-kScripts = {
+SCRIPTS = {
     "left out": (left_out, ""),
     "detached": (detached, ""),
     "trunk": (both, "trunk"),
@@ -58,7 +58,7 @@ Turns = Callable[[int, int], bool]  # of a step and a rank: whether the other pa
 
 
 def late(step: int, rank: int) -> bool:
-    return step >= kFrom
+    return step >= FROM
 
 
 def in_turn(step: int, rank: int) -> bool:
@@ -71,14 +71,14 @@ def apart(step: int, rank: int) -> bool:
 
 def trained(rank: int, world_size: int, script: str, turns: Turns, comm: str) -> list[Tensor]:
     """Train; return the losses, or the plain model's on all batches for ``comm="plain"``."""
-    loss_of, detach = kScripts[script]
+    loss_of, detach = SCRIPTS[script]
     torch.manual_seed(0)
     model: nn.Module = Heads()
     if comm != "plain":
         zshard.wrap(model, comm=comm)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for step in range(kSteps):
+    for step in range(STEPS):
         found = []
         for each in range(2) if comm == "plain" else [rank]:
             x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + each))
@@ -93,7 +93,7 @@ def trained(rank: int, world_size: int, script: str, turns: Turns, comm: str) ->
 
 @pytest.mark.parametrize("comm", ["group", "peer"])
 @pytest.mark.parametrize("turns", [late, in_turn, apart])
-@pytest.mark.parametrize("script", kScripts)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_part_of_the_loss_may_come_later_or_in_turn(script: str, turns: Turns, comm: str) -> None:
     expected = trained(0, 1, script, turns, "plain")
     found = run_ranks(trained, 2, script, turns, comm)
@@ -191,7 +191,7 @@ def one(forward: Forward) -> None:
     forward().backward()
 
 
-kTurns = [
+TURNS = [
     (discards, their_sum, discards, their_sum),
     (each_of_two, their_sum, each_of_two),
     (one, their_sum, one, discards, one),
@@ -223,7 +223,7 @@ def takes_turns(
 
 @pytest.mark.parametrize("comm", ["group", "peer"])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("turns", kTurns)
+@pytest.mark.parametrize("turns", TURNS)
 def test_a_backward_through_some_of_several_forwards_is_taken_for_no_other(
     turns: Sequence[Turn], size: int, comm: str
 ) -> None:

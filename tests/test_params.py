@@ -7,11 +7,11 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from training import Record, Wrapped, adamw, assert_same_bits, kSteps, train
+from training import STEPS, Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
 
-kCases = ["odd_parameters", "channels_last", "tied_in_one_unit", "tied_across_units", "frozen"]
+CASES = ["odd_parameters", "channels_last", "tied_in_one_unit", "tied_across_units", "frozen"]
 
 
 def describe(model: nn.Module) -> dict[str, tuple[object, ...]]:
@@ -67,7 +67,7 @@ def identities(rank: int, world_size: int, name: str) -> list[str]:
     return changes
 
 
-@pytest.mark.parametrize("name", kCases)
+@pytest.mark.parametrize("name", CASES)
 def test_wrap_keeps_objects_names_shapes_and_attributes(name: str) -> None:
     assert identities(0, 1, name) == []
 
@@ -100,7 +100,7 @@ def whole_values(rank: int, world_size: int, name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", [*kCases, "unused"])
+@pytest.mark.parametrize("name", [*CASES, "unused"])
 def test_whole_values_and_gradients_are_the_plain_models(name: str) -> None:
     assert whole_values(0, 1, name) == []
 
@@ -190,7 +190,7 @@ def optimizer_before_and_after(rank: int, world_size: int, before: bool) -> Reco
     else:
         model = zshard.wrap(model)
         optimizer = adamw(model)
-    return train(Wrapped(model), optimizer, models.batches("blocks", kSteps, rank))
+    return train(Wrapped(model), optimizer, models.batches("blocks", STEPS, rank))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -11,21 +11,21 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from training import Record, Wrapped, adamw, assert_same_bits, kFewSteps, train
+from training import FEW_STEPS, Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
 from zshard.master import Master
 from zshard.transports import peer
 from zshard.wrap import schedule_of
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
-kPrecisions = {
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
+PRECISIONS = {
     "fp32": None,
     "bf16": zshard.Precision.bf16(),
     "bf16/bf16": zshard.Precision.bf16(reduce=torch.bfloat16),
     "split": zshard.Precision.bf16(master="split"),
 }
-kSteady = ("all_gather", "reduce_scatter", "all_reduce", "agree")
+STEADY = ("all_gather", "reduce_scatter", "all_reduce", "agree")
 
 
 def transport_of(model: torch.nn.Module) -> str:
@@ -45,13 +45,13 @@ def trained(
         models.build("odd_parameters"),
         comm=comm,
         strategy=strategy,
-        precision=kPrecisions[precision],
+        precision=PRECISIONS[precision],
         mesh=mesh,
         device=torch.device(device),
     )
     assert transport_of(model) == ("group" if comm == "group" else "peer")
-    data = [b.to(device) for b in models.batches("odd_parameters", kFewSteps * accumulate, rank)]
-    if kPrecisions[precision] is not None:
+    data = [b.to(device) for b in models.batches("odd_parameters", FEW_STEPS * accumulate, rank)]
+    if PRECISIONS[precision] is not None:
         data = [batch.bfloat16() for batch in data]
     zshard.stats(model).reset()
     optimizer = adamw(model) if precision != "split" else zshard.AdamW(model.parameters(), lr=1e-2)
@@ -70,8 +70,8 @@ def on_both(rank: int, world_size: int, strategy: str, precision: str) -> list[o
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("precision", kPrecisions)
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_both_transports_compute_the_same_bits_and_shared_memory_sends_none(
     strategy: str, precision: str, world_size: int
 ) -> None:
@@ -79,7 +79,7 @@ def test_both_transports_compute_the_same_bits_and_shared_memory_sends_none(
         assert_same_bits(shared[0], group[0])
         assert shared[1] == group[1], "the volume that other ranks needed"
         assert sum(group[2].values()) > 0
-        assert {op: shared[2][op] for op in kSteady} == dict.fromkeys(kSteady, 0)
+        assert {op: shared[2][op] for op in STEADY} == dict.fromkeys(STEADY, 0)
 
 
 def in_replicas(rank: int, world_size: int, strategy: str) -> list[object]:
@@ -153,7 +153,7 @@ def written_between_forwards(
         Master.refresh = slow
     torch.manual_seed(0)
     plain = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(3)))
-    model = zshard.wrap(plain, comm=comm, precision=kPrecisions[precision])
+    model = zshard.wrap(plain, comm=comm, precision=PRECISIONS[precision])
     seen = []
     with torch.no_grad():
         for _ in range(4):

@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from adversity import kScratch
+from adversity import SCRATCH
 from ranks import RankFailure, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,9 +24,9 @@ from zshard.tag import Tag
 from zshard.transports import shared
 from zshard.wrap import schedule_of
 
-kVictim = 1
+VICTIM = 1
 # By what it is doing: inside wrap, between collectives, or as it is about to start one.
-kPhases = [
+PHASES = [
     *("wrap", "forward", "backward", "pack", "clip", "step"),
     *("gather", "reduce", "agree", "norm"),
 ]
@@ -34,7 +34,7 @@ kPhases = [
 
 def shared_files() -> set[str]:
     """Of all processes, but for the folders that tests which run at the same time make."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(kScratch)}
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(SCRATCH)}
 
 
 def mapped() -> set[int]:
@@ -93,7 +93,7 @@ def arm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, phase: str) ->
 
 
 def dies(rank: int, world_size: int, phase: str, folder: str) -> None:
-    if phase == "wrap" and rank == kVictim:
+    if phase == "wrap" and rank == VICTIM:
         allocated = shared.SharedArena.allocate
 
         def allocate(arena: shared.SharedArena, part: int) -> object:
@@ -107,7 +107,7 @@ def dies(rank: int, world_size: int, phase: str, folder: str) -> None:
             del large
         optimizer = zshard.AdamW(model.parameters())
         for step, batch in enumerate(models.batches("odd_parameters", 4, rank)):
-            if step == 2 and rank == kVictim:
+            if step == 2 and rank == VICTIM:
                 arm(model, optimizer, phase)
             model(batch).square().mean().backward()
             zshard.clip_grad_norm_(model, 1e-3)
@@ -117,7 +117,7 @@ def dies(rank: int, world_size: int, phase: str, folder: str) -> None:
         Path(folder, f"{phase}.{rank}").write_text(str(error))
 
 
-@pytest.mark.parametrize("phase", kPhases)
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_killed_at_any_phase_is_named_on_the_others_at_once(
     phase: str, tmp_path: Path
 ) -> None:
@@ -144,7 +144,7 @@ def stops(rank: int, world_size: int, folder: str) -> None:
     model = zshard.wrap(models.build("odd_parameters"), comm="peer", mesh=group)
     try:
         for step, batch in enumerate(models.batches("odd_parameters", 3, rank)):
-            if step == 1 and rank == kVictim:
+            if step == 1 and rank == VICTIM:
                 os.kill(os.getpid(), signal.SIGSTOP)
             model(batch).square().mean().backward()
     except zshard.CommError as error:

@@ -21,7 +21,7 @@ from zshard import ops
 from zshard.transports.neighbours import Neighbours
 from zshard.wrap import schedule_of
 
-kVictim = 1
+VICTIM = 1
 
 
 class Interrupt:
@@ -72,7 +72,7 @@ def interrupted(
         for batch in data[:before_that]:
             step(model, optimizer, batch)
         interrupt = Interrupt()
-        interrupt.at = at if rank == kVictim else -1
+        interrupt.at = at if rank == VICTIM else -1
         seen = ""
         for batch in data[before_that:]:
             waits, before = interrupt.waits, updates(model)
@@ -96,7 +96,7 @@ def interrupted(
     waits, _, wanted = run(-1)
     everyone: list[int] = [0] * world_size
     dist.all_gather_object(everyone, waits)
-    waits = everyone[kVictim]
+    waits = everyone[VICTIM]
     found = []
     for at in range(waits):
         _, seen, state = run(at)
@@ -117,8 +117,8 @@ def test_after_an_interrupt_in_any_wait_all_ranks_are_brought_back(
         outcomes = {seen == "torn" for _, seen, _ in each}
         assert len(outcomes) == 1, "on every rank the same"
         if outcomes == {False}:
-            assert each[kVictim][1] == "KeyboardInterrupt"
-            assert {seen for rank, (_, seen, _) in enumerate(each) if rank != kVictim} == {
+            assert each[VICTIM][1] == "KeyboardInterrupt"
+            assert {seen for rank, (_, seen, _) in enumerate(each) if rank != VICTIM} == {
                 "CommError"
             }
             assert all(same for _, _, same in each)
@@ -137,7 +137,7 @@ def interrupted_in_an_op(rank: int, world_size: int, op: str) -> list[str]:
         setattr(ops, op, real)
         raise KeyboardInterrupt
 
-    if rank == kVictim:
+    if rank == VICTIM:
         setattr(ops, op, interrupts)
     said = []
     try:
@@ -154,7 +154,7 @@ def interrupted_in_an_op(rank: int, world_size: int, op: str) -> list[str]:
 @pytest.mark.parametrize("op", ["pack_", "reduce_"])
 def test_an_interrupt_between_waits_is_told_at_once(op: str) -> None:
     ranks = run_ranks(interrupted_in_an_op, 2, op, timeout=30)
-    assert ranks[kVictim][0].startswith("KeyboardInterrupt")
+    assert ranks[VICTIM][0].startswith("KeyboardInterrupt")
     assert "rank 1" in ranks[0][0] and "has left the collectives" in ranks[0][0]
     assert ranks[0][1] == ranks[1][1], "the next step is whole"
 
@@ -169,7 +169,7 @@ def goes_on(rank: int, world_size: int, kind: type[BaseException]) -> list[str]:
     batch = models.batches("odd_parameters", 1, rank)[0]
     model(batch).square().mean().backward()
     interrupt = Interrupt(kind)
-    interrupt.at = 1 if rank == kVictim else -1
+    interrupt.at = 1 if rank == VICTIM else -1
     said = []
     for _ in range(3):
         try:
@@ -189,7 +189,7 @@ def test_a_rank_that_goes_on_without_a_reset_is_refused_and_so_are_the_others(
     for rank, said in enumerate(run_ranks(goes_on, 3, kind, timeout=30)):
         assert len(said) == 3
         why = f"{kind.__name__} was raised in it during a collective"
-        if rank == kVictim:
+        if rank == VICTIM:
             assert said[0].startswith(kind.__name__)
         else:
             assert re.search(rf"rank 1 \(process \d+\) has left the collectives: .*{why}", said[0])
@@ -202,7 +202,7 @@ def leaves(rank: int, world_size: int, folder: str) -> None:
     model = zshard.wrap(models.build("odd_parameters"), comm="peer")
     batch = models.batches("odd_parameters", 1, rank)[0]
     interrupt = Interrupt()
-    interrupt.at = 3 if rank == kVictim else -1
+    interrupt.at = 3 if rank == VICTIM else -1
     try:
         model(batch).square().mean().backward()
     except zshard.CommError as error:
@@ -230,7 +230,7 @@ def cannot(rank: int, world_size: int, how: str) -> str:
     other = zshard.wrap(models.build("odd_parameters"), comm="group") if mesh is None else None
     if mesh is not None and rank not in (0, 1):
         return ""  # another replica, which goes by the process group's timeout
-    Interrupt().at = 0 if rank == kVictim else -1
+    Interrupt().at = 0 if rank == VICTIM else -1
     with pytest.raises((KeyboardInterrupt, zshard.CommError)):
         model(models.batches("odd_parameters", 1, rank)[0])
     with pytest.raises(zshard.CommError) as raised:

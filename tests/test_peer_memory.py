@@ -24,7 +24,7 @@ from training import Record, Wrapped, adamw, assert_same_bits, train
 import zshard
 from zshard.wrap import schedule_of
 
-kPrecisions = {
+PRECISIONS = {
     "fp32": None,
     "bf16": zshard.Precision.bf16(),
     "split": zshard.Precision.bf16(master="split"),
@@ -80,7 +80,7 @@ def trained(comm: str, strategy: str, precision: str, mesh: object, lack: Lack |
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zshard").addHandler(handler)
-    policy = kPrecisions[precision]
+    policy = PRECISIONS[precision]
     gc.disable()  # what is let go is let go at once
     model = zshard.wrap(
         wide(), comm=comm, strategy=strategy, precision=policy, units="layer", mesh=mesh
@@ -113,7 +113,7 @@ def falls_back(
     ("strategy", "precision", "shape", "first"),
     [
         *(("zero3", "fp32", (2,), first) for first in (0, 1, 2, 4, 6)),
-        *(("zero2", precision, (2,), 4) for precision in kPrecisions),
+        *(("zero2", precision, (2,), 4) for precision in PRECISIONS),
         *(("zero3", precision, (2,), 3) for precision in ("bf16", "split")),
         ("ddp", "fp32", (2,), 3),
         *(("zero3", "fp32", (2, 2), first) for first in (0, 3, 6)),

@@ -17,15 +17,15 @@ from torch import nn
 
 import zshard
 
-kStrategies = ["ddp", "zero1", "zero2", "zero3"]
-kPolicies = {
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+POLICIES = {
     "fp32": zshard.Precision(),
     "bf16": zshard.Precision.bf16(),
     "bf16/bf16": zshard.Precision.bf16(reduce=torch.bfloat16),
     "split": zshard.Precision.bf16(reduce=torch.bfloat16, master="split"),
 }
-kMomentum = partial(zshard.SGD, momentum=0.9)
-kOptimizers = {"adamw": zshard.AdamW, "sgd": zshard.SGD, "momentum": kMomentum}
+MOMENTUM = partial(zshard.SGD, momentum=0.9)
+OPTIMIZERS = {"adamw": zshard.AdamW, "sgd": zshard.SGD, "momentum": MOMENTUM}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, rank: int) -> None:
@@ -41,7 +41,7 @@ def by_unit(name: str, module: nn.Module) -> str:
 def compare(rank: int, size: int) -> int:
     """Hold plans against what models of every kind come to; returns how many."""
     cases = [
-        *(("blocks", None, s, p, "adamw", 1) for s in kStrategies for p in kPolicies),
+        *(("blocks", None, s, p, "adamw", 1) for s in STRATEGIES for p in POLICIES),
         *(
             (name, None, "zero3", "bf16", "adamw", 1)
             for name in ("odd_parameters", "frozen", "gpt")
@@ -55,12 +55,12 @@ def compare(rank: int, size: int) -> int:
         strategy = (
             (lambda n, _: "zero2" if n == "blocks.1" else "zero3") if " " in chosen else chosen
         )
-        options = {"strategy": strategy, "units": units, "precision": kPolicies[precision]}
+        options = {"strategy": strategy, "units": units, "precision": POLICIES[precision]}
         planned = zshard.plan(
             models.build(name), size, **options, optimizer=rule, prefetch=prefetch, backend="gloo"
         ).to_dict()
         model = zshard.wrap(models.build(name), **options, prefetch=prefetch)
-        optimizer = kOptimizers[rule](model.parameters())
+        optimizer = OPTIMIZERS[rule](model.parameters())
         step(model, optimizer, name, rank)
         stats = zshard.stats(model)
         stats.reset()
@@ -110,7 +110,7 @@ def test_states_are_the_textbooks(
     numel: float, world_size: int, strategy: str, policy: str, expected: float
 ) -> None:
     planned = zshard.plan(
-        whole(numel), world_size, strategy=strategy, precision=kPolicies[policy]
+        whole(numel), world_size, strategy=strategy, precision=POLICIES[policy]
     ).to_dict()
     assert planned["per_rank"]["states"] == pytest.approx(expected, rel=1e-6)
     assert sum(unit["states"] for unit in planned["units"]) == planned["per_rank"]["states"]
@@ -130,10 +130,10 @@ def test_a_trillion_parameters_over_4096_ranks_take_less_than_a_gibibyte() -> No
 
 
 def test_fit_finds_the_least_sharding_and_the_fewest_devices() -> None:
-    plan = zshard.plan(whole(7e9), 8, precision=kPolicies["bf16/bf16"])
+    plan = zshard.plan(whole(7e9), 8, precision=POLICIES["bf16/bf16"])
     fit = plan.fit(80e9)
     assert fit.strategy == "zero1"
-    assert [name for name, row in fit.plans.items() if row.peak <= 80e9] == kStrategies[1:]
+    assert [name for name, row in fit.plans.items() if row.peak <= 80e9] == STRATEGIES[1:]
     assert fit.devices["ddp"] is None
     for name, devices in fit.devices.items():
         if devices is not None:
@@ -213,14 +213,14 @@ def test_a_wrapped_model_is_refused() -> None:
 
 def checked(rank: int, size: int, strategy: str) -> list[str]:
     """Return what plan.check says before a step, after one, and of other plans."""
-    options = {"strategy": strategy, "precision": kPolicies["bf16"]}
+    options = {"strategy": strategy, "precision": POLICIES["bf16"]}
     planned = zshard.plan(models.build("blocks"), size, **options, backend="gloo")
     model = zshard.wrap(models.build("blocks"), **options)
     optimizer = zshard.AdamW(model.parameters())
     others = {
         "world": planned.with_world_size(size + 1),
         "units": zshard.plan(models.build("blocks"), size, units="model", backend="gloo"),
-        "precision": planned.changed(precision=kPolicies["split"]),
+        "precision": planned.changed(precision=POLICIES["split"]),
         "optimizer": planned.changed(optimizer="sgd"),
     }
     said = [said_of(planned, model)]
@@ -236,7 +236,7 @@ def said_of(planned: zshard.Plan, model: nn.Module) -> str:
     return ""
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plan_checks_the_model_that_it_was_made_for_and_no_other(strategy: str) -> None:
     for early, now, world, units, precision, optimizer in run_ranks(checked, 2, strategy):
         assert "gradients of the model: 0 bytes" in early and "after a step" in early
@@ -251,6 +251,6 @@ def test_a_plan_prints_a_line_for_each_strategy_and_what_fits() -> None:
     made = zshard.plan(models.build("blocks"), 4, strategy="zero2", hbm=1e6)
     heads, *lines = str(made).splitlines()[1:6]
     assert "full buffers" in heads and "fewest devices" in heads
-    assert [line.split()[0] for line in lines] == kStrategies
+    assert [line.split()[0] for line in lines] == STRATEGIES
     assert "zero2 *" in lines[2] and "Into 0.001 GB over 4 ranks" in str(made)
     assert "fits" not in str(zshard.plan(models.build("blocks"), 4))

@@ -22,12 +22,12 @@ from torch import nn
 import zshard
 from zshard.training.gpt import GPT, GPTConfig
 
-kPolicies = {
+POLICIES = {
     "fp32": zshard.Precision(),
     "bf16": zshard.Precision.bf16(),
     "split": zshard.Precision.bf16(reduce=torch.bfloat16, master="split"),
 }
-kBatch = (2, 96)
+BATCH = (2, 96)
 
 
 def gpt(*, checkpointing: bool = False) -> GPT:
@@ -55,22 +55,22 @@ def plans(size: int, strategy: str, checkpointing: bool = False) -> list[zshard.
             size,
             strategy=strategy,
             precision=precision,
-            batch=kBatch,
+            batch=BATCH,
             backend="gloo",
         )
-        for precision in kPolicies.values()
+        for precision in POLICIES.values()
     ]
 
 
 def peaks(strategy: str, checkpointing: bool = False) -> list[Measured]:
     """Under every policy."""
     found = []
-    for precision in kPolicies.values():
+    for precision in POLICIES.values():
         model = zshard.wrap(
             gpt(checkpointing=checkpointing), strategy=strategy, precision=precision
         )
         optimizer = zshard.AdamW(model.parameters())
-        tokens = torch.zeros(kBatch, dtype=torch.int64)
+        tokens = torch.zeros(BATCH, dtype=torch.int64)
         for _ in range(2):  # from then on nothing is allocated that stays
             step(model, tokens)
             optimizer.step()
@@ -108,9 +108,9 @@ def test_the_peak_of_a_rank_agrees_within_two_percent(size: int) -> None:
 
 
 def test_recomputation_that_is_planned_is_what_the_model_would_do_itself() -> None:
-    own = zshard.plan(gpt(checkpointing=True), 2, batch=kBatch)
-    asked = zshard.plan(gpt(), 2, batch=kBatch, checkpointing=True)
-    without = zshard.plan(gpt(), 2, batch=kBatch)
+    own = zshard.plan(gpt(checkpointing=True), 2, batch=BATCH)
+    asked = zshard.plan(gpt(), 2, batch=BATCH, checkpointing=True)
+    without = zshard.plan(gpt(), 2, batch=BATCH)
     assert own.activations.bytes == asked.activations.bytes < without.activations.bytes
     assert own.flops == asked.flops > without.flops
 
@@ -123,17 +123,17 @@ def test_matrix_products_are_counted() -> None:
 
 
 def test_causal_attention_counts_what_is_not_masked() -> None:
-    model, (sequences, tokens) = gpt(), kBatch
+    model, (sequences, tokens) = gpt(), BATCH
     products = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)
     products -= model.embedding.weight.numel()
     # Forward is two products of (T, T, C), backward five; half of each is masked.
     attention = len(model.blocks) * (2 + 5) * 2 * tokens * tokens * model.config.width // 2
-    planned = zshard.plan(model, 2, batch=kBatch)
+    planned = zshard.plan(model, 2, batch=BATCH)
     assert planned.flops == sequences * (6 * tokens * products + attention)
 
 
 def test_what_units_keep_adds_up_to_less_than_the_peak() -> None:
-    planned = zshard.plan(gpt(), 2, batch=kBatch).to_dict()
+    planned = zshard.plan(gpt(), 2, batch=BATCH).to_dict()
     root, *blocks = [unit["activations"] for unit in planned["units"]]
     assert len(set(blocks)) == 1 and blocks[0] > 0 and root > 0
     assert planned["per_rank"]["activations"] >= root + sum(blocks)
@@ -200,10 +200,10 @@ def test_what_forward_leaves_in_the_model_is_gone_after_a_rehearsal(raises: bool
 def test_activations_are_the_same_under_any_mode_of_autograd(
     context: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    expected = zshard.plan(gpt(), 2, batch=kBatch).activations
+    expected = zshard.plan(gpt(), 2, batch=BATCH).activations
     with context():
         before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        assert zshard.plan(gpt(), 2, batch=kBatch).activations == expected
+        assert zshard.plan(gpt(), 2, batch=BATCH).activations == expected
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
 
 

@@ -10,13 +10,13 @@ from torch import nn
 
 import zshard
 
-kOrders = {"skipped": (0, 2), "repeated": (0, 1, 2, 0, 1, 2), "reversed": (2, 1, 0)}
+ORDERS = {"skipped": (0, 2), "repeated": (0, 1, 2, 0, 1, 2), "reversed": (2, 1, 0)}
 
 
 def build(case: str) -> nn.Module:
     """Return the blocks, called in the case's order, or without training some of them."""
     torch.manual_seed(0)
-    model = models.Blocks(kOrders.get(case, (0, 1, 2)))
+    model = models.Blocks(ORDERS.get(case, (0, 1, 2)))
     if case == "frozen at first":  # of the root, a part
         for module in (model.inlet, model.blocks[0]):
             module.requires_grad_(False)
@@ -28,7 +28,7 @@ def build(case: str) -> nn.Module:
 def compare(rank: int, size: int) -> int:
     """Hold the collectives of a third step against plans; returns how many."""
     x, count = torch.ones(4, 3), 0
-    for case in (*kOrders, "frozen at first", "frozen between"):
+    for case in (*ORDERS, "frozen at first", "frozen between"):
         for strategy in ("zero3", "zero2", "ddp"):
             planned = zshard.plan(build(case), size, strategy=strategy, batch=x)
             model = zshard.wrap(build(case), strategy=strategy)

@@ -28,18 +28,18 @@ def test_whole_parameters_are_read_at_once_where_ranks_write_what_others_read() 
     assert first == ["gather root", "gather a", "gather b", "root"]
 
 
-kShared = zshard.Link(1e10, 1e-5)
+SHARED = zshard.Link(1e10, 1e-5)
 
 
 @pytest.mark.parametrize(
     ("comm", "fields", "carried"),
     [
         ("auto", {}, "group"),
-        ("auto", {"shared": kShared}, "peer"),
-        ("peer", {"shared": kShared}, "peer"),
-        ("group", {"shared": kShared}, "group"),
-        ("auto", {"shared": kShared, "network": zshard.Link(1e9), "host": 8}, "peer"),
-        ("auto", {"shared": kShared, "network": zshard.Link(1e9), "host": 7}, "group"),
+        ("auto", {"shared": SHARED}, "peer"),
+        ("peer", {"shared": SHARED}, "peer"),
+        ("group", {"shared": SHARED}, "group"),
+        ("auto", {"shared": SHARED, "network": zshard.Link(1e9), "host": 8}, "peer"),
+        ("auto", {"shared": SHARED, "network": zshard.Link(1e9), "host": 7}, "group"),
     ],
 )
 def test_auto_takes_shared_memory_where_the_machine_was_measured_with_it(
@@ -72,7 +72,7 @@ def test_shared_memory_that_was_not_measured_is_refused_and_a_network_has_none()
         gpt_plan(comm="peer")
     with pytest.raises(zshard.InputError, match="comm='mail': expected 'auto', 'group' or 'peer'"):
         gpt_plan(comm="mail")
-    on = machine(shared=kShared)
+    on = machine(shared=SHARED)
     assert gpt_plan(machine=on, network=1e9).comm == "group"
     assert gpt_plan(machine=None, comm="peer").peak == gpt_plan(comm="group").peak
     assert gpt_plan(machine=on, comm="peer").with_world_size(1).comm == "group"

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import models
 import pytest
@@ -21,7 +20,7 @@ from zshard.planning.timeline import Durations, Timeline, timeline
 from zshard.planning.work import Call, Work
 from zshard.strategy import Strategy
 
-kPhases = ("gather", "forward", "backward", "pack", "reduce", "step")
+PHASES = ("gather", "forward", "backward", "pack", "reduce", "step")
 
 
 def hand(prefetch: int = 1, *, in_memory: bool = False, **units: float) -> Timeline:
@@ -106,7 +105,7 @@ def recorded(rank: int, size: int, prefetch: int) -> list[tuple[str, str]]:
     with zshard.trace(model) as trace:
         one_step(model, rank, 1)
         optimizer.step()
-    return [(e.phase, e.unit) for e in trace.events if e.phase in kPhases]
+    return [(e.phase, e.unit) for e in trace.events if e.phase in PHASES]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -114,7 +113,7 @@ def test_the_predicted_order_is_the_real_schedules(prefetch: int) -> None:
     planned = zshard.plan(
         models.Blocks(), 2, prefetch=prefetch, batch=batch(0, 0), machine=machine()
     )
-    order = [(s.phase, s.unit) for s in planned.timeline.spans if s.phase in kPhases]
+    order = [(s.phase, s.unit) for s in planned.timeline.spans if s.phase in PHASES]
     for real in run_ranks(recorded, 2, prefetch):
         assert order == real
 
@@ -188,11 +187,9 @@ def test_the_unit_that_forward_ends_with_is_gathered_once() -> None:
     assert found == {"root": 1, "blocks.0": 1, "blocks.1": 2, "blocks.2": 2}
 
 
-kGpt: dict[str, Any] = {"batch": (1, 64), "machine": machine(), "backend": "gloo"}
-
-
 def gpt_plan(**options: object) -> zshard.Plan:
-    return zshard.plan("gpt:tiny", 8, **{**kGpt, **options})
+    given = {"batch": (1, 64), "machine": machine(), "backend": "gloo", **options}
+    return zshard.plan("gpt:tiny", 8, **given)
 
 
 def test_a_slower_network_takes_longer_and_changes_nothing_else() -> None:

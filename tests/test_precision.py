@@ -14,12 +14,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from training import Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
+from training import STEPS, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
 from zshard.structure import cast_floating
 
-kCases = ["blocks", "odd_parameters", "channels_last", "tied_in_one_unit", "unused", "gpt"]
+CASES = ["blocks", "odd_parameters", "channels_last", "tied_in_one_unit", "unused", "gpt"]
 
 
 class Masters(nn.Module):
@@ -52,9 +52,9 @@ def reference(name: str, rank: int, world_size: int, reduce: torch.dtype) -> Rec
     masters = Masters(models.build(name))
     optimizer = adamw(masters)
     model = models.build(name).bfloat16()
-    data = [models.batches(name, kSteps, other) for other in range(world_size)]
+    data = [models.batches(name, STEPS, other) for other in range(world_size)]
     record = Record()
-    for step in range(kSteps):
+    for step in range(STEPS):
         with torch.no_grad():
             for key, master in masters.named.items():
                 model.get_parameter(key).copy_(master)
@@ -79,7 +79,7 @@ def reference(name: str, rank: int, world_size: int, reduce: torch.dtype) -> Rec
 
 def wrapped(name: str, rank: int, reduce: torch.dtype) -> Record:
     model = zshard.wrap(models.build(name), precision=zshard.Precision.bf16(reduce=reduce))
-    record = train(Wrapped(model), adamw(model), models.batches(name, kSteps, rank))
+    record = train(Wrapped(model), adamw(model), models.batches(name, STEPS, rank))
     for gradients in record.gradients:
         gradients.update({k: None if g is None else g.float() for k, g in gradients.items()})
     return record
@@ -90,7 +90,7 @@ def both_sides(rank: int, world_size: int, name: str, reduce: torch.dtype) -> tu
 
 
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", kCases)
+@pytest.mark.parametrize("name", CASES)
 def test_one_rank_equals_the_reference_bit_by_bit(name: str, reduce: torch.dtype) -> None:
     actual, expected = both_sides(0, 1, name, reduce)
     assert_same_bits(actual, expected)
@@ -115,7 +115,7 @@ class Spy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(3, kOutputs)
+        self.inner = nn.Linear(3, OUTPUTS)
         self.seen: list[torch.dtype] = []
 
     def forward(self, x: Tensor, ids: Tensor, extra: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ class Spy(nn.Module):
         return {"out": self.inner(x.to(self.inner.weight.dtype)), "ids": ids}
 
 
-kOutputs = 5
+OUTPUTS = 5
 
 
 def spy(precision: zshard.Precision) -> tuple[list[torch.dtype], dict[str, Tensor]]:
@@ -322,7 +322,7 @@ def test_fp64_parameters_stay_exact() -> None:
         model = zshard.wrap(model) if wrap else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         losses = []
-        for batch in models.batches("blocks", kSteps):
+        for batch in models.batches("blocks", STEPS):
             loss = (model(batch.double()) - 1.0).square().mean()
             loss.backward()
             optimizer.step()

@@ -63,7 +63,7 @@ def mixed(name: str, module: nn.Module) -> str:
     return "ddp" if name.startswith("target") else "zero3"
 
 
-kFollow = [in_place, by_data, by_lists, by_copy]
+FOLLOW = [in_place, by_data, by_lists, by_copy]
 
 
 def train(follow: Callable[..., None], options: dict[str, object] | None) -> list[Tensor]:
@@ -95,7 +95,7 @@ def both_are_alike(rank: int, world_size: int, follow: Callable[..., None], comm
 
 
 @pytest.mark.parametrize(("size", "comm"), [(1, "auto"), (2, "group"), (4, "peer")])
-@pytest.mark.parametrize("follow", kFollow)
+@pytest.mark.parametrize("follow", FOLLOW)
 def test_a_frozen_half_follows_a_trained_one(
     follow: Callable[..., None], size: int, comm: str
 ) -> None:

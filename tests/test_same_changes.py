@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zshard
 from zshard.updates import Tally
 
-kSplit = zshard.Precision(compute=torch.bfloat16, master="split")
+SPLIT = zshard.Precision(compute=torch.bfloat16, master="split")
 
 
 def values(shift: float) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def written(
 @pytest.mark.parametrize("write", [load, copy, assign_data, copy_data])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"comm": "peer"}, {"strategy": "ddp"}, {"strategy": "zero1"}, {"precision": kSplit}],
+    [{}, {"comm": "peer"}, {"strategy": "ddp"}, {"strategy": "zero1"}, {"precision": SPLIT}],
     ids=["zero3", "peer", "ddp", "zero1", "split"],
 )
 def test_other_values_on_one_rank_are_an_error_on_all(

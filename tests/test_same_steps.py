@@ -65,14 +65,14 @@ def set_one(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, value
     optimizer.param_groups[0][name] = value
 
 
-kMakers = {
+MAKERS = {
     "AdamW": zshard.AdamW,
     "torch SGD": partial(torch.optim.SGD, momentum=0.5),
     "torch AdamW": torch.optim.AdamW,
 }
 
 # What rank 1 does, what the others do -> the optimizer, what the error names.
-kParts: dict[str, tuple[Part, Part, str, str]] = {
+PARTS: dict[str, tuple[Part, Part, str, str]] = {
     "clips to another norm": (clip_to(0.25), clip_to(0.5), "AdamW", "max_norm, norm_type"),
     "clips alone": (clip_to(0.5), nothing, "AdamW", "max_norm, norm_type"),
     "clips by another p": (clip_to(0.5, 1.0), clip_to(0.25, 1.0), "torch SGD", "max_norm, norm"),
@@ -98,10 +98,10 @@ def told(rank: int, world_size: int, train: Callable[..., None], *args: object) 
 
 
 def parts(rank: int, case: str, strategy: str, apart: bool) -> None:
-    own, others, kind, _ = kParts[case]
+    own, others, kind, _ = PARTS[case]
     model = build(strategy=strategy)
     params = [*model.parameters()]
-    optimizer = kMakers[kind](
+    optimizer = MAKERS[kind](
         [
             {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
             {"params": [p for p in params if p.ndim != 1], "weight_decay": 0.1},
@@ -116,13 +116,13 @@ def parts(rank: int, case: str, strategy: str, apart: bool) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-@pytest.mark.parametrize("case", kParts)
+@pytest.mark.parametrize("case", PARTS)
 def test_other_parts_of_a_step_are_an_error_on_all(case: str, strategy: str) -> None:
     own, other = run_ranks(told, 2, parts, case, strategy, True)
-    assert own == other and kParts[case][3] in own
+    assert own == other and PARTS[case][3] in own
 
 
-@pytest.mark.parametrize("case", kParts)
+@pytest.mark.parametrize("case", PARTS)
 def test_the_same_on_all_ranks_is_no_error(case: str) -> None:
     assert run_ranks(told, 2, parts, case, "zero3", False) == ["", ""]
 
@@ -170,7 +170,7 @@ class Either(nn.Module):
         return self.parts[which](x)
 
 
-kOptimizers = {
+OPTIMIZERS = {
     "zshard.SGD": partial(zshard.SGD, lr=0.1),
     "zshard.AdamW": zshard.AdamW,
     "SGD": partial(torch.optim.SGD, lr=0.1, foreach=False),
@@ -181,7 +181,7 @@ kOptimizers = {
 def held_behind(rank: int, world_size: int, name: str) -> None:
     """A step with the gradient of one unit, and another that no_sync holds back."""
     model = zshard.wrap(Either(), units="layer", init="broadcast")
-    optimizer = kOptimizers[name](model.parameters())
+    optimizer = OPTIMIZERS[name](model.parameters())
     model(torch.ones(2, 4), 0).sum().backward()
     with zshard.no_sync(model):
         model(torch.ones(2, 4), 1).sum().backward()
@@ -198,7 +198,7 @@ def closed(rank: int, world_size: int, name: str) -> None:
     plain = Either()
     sides = []
     for model in (plain, zshard.wrap(copy.deepcopy(plain), units="layer")):
-        optimizer = kOptimizers[name.removeprefix("zshard.") if model is plain else name](
+        optimizer = OPTIMIZERS[name.removeprefix("zshard.") if model is plain else name](
             model.parameters()
         )
         with nullcontext() if model is plain else zshard.no_sync(model):
@@ -216,11 +216,11 @@ def closed(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", kOptimizers)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_closure_may_reduce_what_no_sync_holds(name: str, size: int) -> None:
     run_ranks(closed, size, name)
 
 
-@pytest.mark.parametrize("name", kOptimizers)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_is_refused_for_a_held_gradient_changes_nothing(name: str) -> None:
     run_ranks(held_behind, 2, name)

@@ -13,19 +13,19 @@ from ranks import run_ranks
 from test_precision import Masters, mean_in_rank_order
 from torch import Tensor, nn
 from training import (
+    STEPS,
     Plain,
     Record,
     Wrapped,
     adamw,
     assert_close,
     assert_same_bits,
-    kSteps,
     torch_adamw,
 )
 
 import zshard
 
-kNaN = float("nan")
+NA_N = float("nan")
 
 
 class Run(NamedTuple):
@@ -54,7 +54,7 @@ def in_two(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [zshard.AdamW(part, lr=1e-2, eps=1e-6) for part in (params[:half], params[half:])]
 
 
-kOptimizers: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "zshard": lambda m: [adamw(m)],
     "adam": lambda m: [zshard.Adam(m.parameters(), lr=1e-2, eps=1e-6)],
     "in_two": in_two,
@@ -72,7 +72,7 @@ def train_scaled(
     plants: bool,
 ) -> Run:
     """Train with the scaler, and clipping between unscale_ and step where `how` says so."""
-    optimizers = kOptimizers[how.optimizer](side.module)
+    optimizers = OPTIMIZERS[how.optimizer](side.module)
     run = Run(Record(), [])
     for start in range(0, len(batches), how.accumulate):
         micro = range(start, start + how.accumulate)
@@ -81,7 +81,7 @@ def train_scaled(
             with side.no_sync() if hold else nullcontext():
                 loss = models.loss_of(side.model, batches[index]) / how.accumulate
                 run.record.losses.append(loss.detach().clone())
-                scaler.scale(loss * kNaN if plants and index in how.planted else loss).backward()
+                scaler.scale(loss * NA_N if plants and index in how.planted else loss).backward()
         if how.clip is not None:
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
@@ -98,14 +98,14 @@ def train_scaled(
 
 def both_sides(rank: int, world_size: int, how: Settings) -> tuple[Run, Run]:
     """The wrapped run with zshard's scaler, and the plain one with torch's."""
-    data = models.batches(how.model, kSteps // how.accumulate * how.accumulate, rank)
+    data = models.batches(how.model, STEPS // how.accumulate * how.accumulate, rank)
     runs = []
     for is_wrapped in (True, False):
         model = models.build(how.model)
         if is_wrapped:
             side: Plain | Wrapped = Wrapped(zshard.wrap(model))
         else:
-            side = Plain(model, world_size, models.kCases[how.model].unused)
+            side = Plain(model, world_size, models.CASES[how.model].unused)
         scaler_type = zshard.GradScaler if is_wrapped else torch.amp.GradScaler
         scaler = scaler_type("cpu", growth_interval=2)
         runs.append(train_scaled(side, scaler, data, how, rank == world_size - 1))
@@ -129,7 +129,7 @@ def assert_alike(runs: list[tuple[Run, Run]], tolerance: float = 0.0) -> None:
             assert_same_bits(actual.record, expected.record)
 
 
-kExact = {
+EXACT = {
     "whole": Settings(),
     "adam": Settings(optimizer="adam"),
     "in_two": Settings(optimizer="in_two"),
@@ -140,14 +140,14 @@ kExact = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("how", kExact.values(), ids=kExact)
+@pytest.mark.parametrize("how", EXACT.values(), ids=EXACT)
 def test_steps_and_scales_have_the_bits_of_torchs_scaler(how: Settings, world_size: int) -> None:
     assert_alike(on_ranks(both_sides, world_size, how))
 
 
 # torch's kernels round by position, norms are summed shard by shard, and without no_sync each
 # micro-batch is averaged before it is added: last bits differ, and ten steps carry them on.
-kClose = {
+CLOSE = {
     "clipped": Settings(clip=0.05),
     "clipped_zeroed": Settings(clip=0.05, set_to_none=False),
     "clipped_in_two": Settings(optimizer="in_two", clip=0.05),
@@ -161,7 +161,7 @@ kClose = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("how", kClose.values(), ids=kClose)
+@pytest.mark.parametrize("how", CLOSE.values(), ids=CLOSE)
 def test_clipped_accumulated_and_torchs_own_steps_follow_torchs_scaler(
     how: Settings, world_size: int
 ) -> None:
@@ -177,9 +177,9 @@ def fp16_reference(rank: int, world_size: int, reduce: torch.dtype) -> Run:
     optimizer = adamw(masters)
     model = models.build("odd_parameters").half()
     scaler = torch.amp.GradScaler("cpu", growth_interval=2)
-    data = [models.batches("odd_parameters", kSteps, other) for other in range(world_size)]
+    data = [models.batches("odd_parameters", STEPS, other) for other in range(world_size)]
     run = Run(Record(), [])
-    for step in range(kSteps):
+    for step in range(STEPS):
         sent: dict[str, list[Tensor | None]] = {key: [] for key in masters.named}
         with torch.no_grad():
             for key, master in masters.named.items():
@@ -205,7 +205,7 @@ def fp16_sides(rank: int, world_size: int, reduce: torch.dtype) -> tuple[Run, Ru
     precision = zshard.Precision.fp16(reduce=reduce)
     side = Wrapped(zshard.wrap(models.build("odd_parameters"), precision=precision))
     scaler = zshard.GradScaler("cpu", growth_interval=2)
-    data = models.batches("odd_parameters", kSteps, rank)
+    data = models.batches("odd_parameters", STEPS, rank)
     run = train_scaled(side, scaler, data, Settings(planted=()), plants=False)
     return run, fp16_reference(rank, world_size, reduce)
 

@@ -16,7 +16,7 @@ from training import adamw, torch_adamw
 
 import zshard
 
-kOptimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "zshard": adamw,
     "foreach": torch_adamw,
     "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
@@ -57,7 +57,7 @@ class OneNaN(nn.Module):
 def nan_in_one_shard(rank: int, world_size: int, name: str) -> list[object]:
     """Of a good step, a skipped one and a good one: the scale, and whether anything changed."""
     model = zshard.wrap(OneNaN())
-    optimizer, scaler = kOptimizers[name](model), zshard.GradScaler("cpu", init_scale=8.0)
+    optimizer, scaler = OPTIMIZERS[name](model), zshard.GradScaler("cpu", init_scale=8.0)
     seen: list[object] = []
     for last in (1.0, math.nan if rank == 0 else 1.0, 1.0):
         x = torch.ones(7)
@@ -72,7 +72,7 @@ def nan_in_one_shard(rank: int, world_size: int, name: str) -> list[object]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", kOptimizers)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_nan_in_one_ranks_shard_leaves_every_rank_untouched(name: str, world_size: int) -> None:
     for seen in run_ranks(nan_in_one_shard, world_size, name):
         assert seen == [8.0, True, 4.0, False, 4.0, True]
@@ -172,7 +172,7 @@ def test_unsharded_parameters_are_unscaled_once() -> None:
         assert torch.equal(wrapped, plain)
 
 
-@pytest.mark.parametrize("name", kOptimizers)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torchs_scaler_is_refused_and_the_error_names_zshards(name: str, world_size: int) -> None:
     if world_size == 1:
@@ -183,7 +183,7 @@ def test_torchs_scaler_is_refused_and_the_error_names_zshards(name: str, world_s
 
 def torchs_scaler(rank: int, world_size: int, name: str) -> None:
     model = build()
-    optimizer, scaler = kOptimizers[name](model), torch.amp.GradScaler("cpu")
+    optimizer, scaler = OPTIMIZERS[name](model), torch.amp.GradScaler("cpu")
     backward(model, scaler, rank, 0)
     with pytest.raises(zshard.ShardedAccessError, match=r"Use zshard\.GradScaler"):
         scaler.step(optimizer)

@@ -19,20 +19,20 @@ from zshard.unit import State
 from zshard.wrap import schedule_of
 
 # One step of Blocks (three blocks and a root) once the order is known, at every N.
-kForward = """
+FORWARD = """
 gather root, wait root, forward root, gather blocks.0,
 wait blocks.0, forward blocks.0, gather blocks.1, reshard blocks.0,
 wait blocks.1, forward blocks.1, gather blocks.2, reshard blocks.1,
 wait blocks.2, forward blocks.2
 """
-kBackward = """
+BACKWARD = """
 backward root, gather blocks.1,
 backward blocks.2, reshard blocks.2, pack blocks.2, reduce blocks.2,
 wait blocks.1, backward blocks.1, gather blocks.0, reshard blocks.1, pack blocks.1, reduce blocks.1,
 wait blocks.0, backward blocks.0, reshard blocks.0, pack blocks.0, reduce blocks.0,
 reshard root, pack root, reduce root, step root
 """
-kUnits = ("root", "blocks.0", "blocks.1", "blocks.2")
+UNITS = ("root", "blocks.0", "blocks.1", "blocks.2")
 
 
 def events(text: str) -> list[tuple[str, ...]]:
@@ -53,12 +53,12 @@ def recorded_step(
 
 @devices
 def test_a_step_is_this_list_of_events_on_one_rank(device: str) -> None:
-    assert recorded_step(0, 1, 1, device) == events(kForward + "," + kBackward)
+    assert recorded_step(0, 1, 1, device) == events(FORWARD + "," + BACKWARD)
 
 
 @devices
 def test_a_step_is_the_same_list_on_every_one_of_two_ranks(device: str) -> None:
-    assert run_ranks(recorded_step, 2, 1, device) == [events(kForward + "," + kBackward)] * 2
+    assert run_ranks(recorded_step, 2, 1, device) == [events(FORWARD + "," + BACKWARD)] * 2
 
 
 def test_without_prefetch_every_gather_is_waited_for_at_once() -> None:
@@ -73,7 +73,7 @@ def test_evaluation_reshards_everything_and_packs_nothing() -> None:
     with zshard.trace(model) as trace, torch.no_grad():
         model(batch(0, 1))
     assert [tuple(event) for event in trace.events] == [
-        *events(kForward),
+        *events(FORWARD),
         *events("reshard blocks.2, reshard root"),
     ]
 

@@ -24,7 +24,7 @@ from training import Wrapped, together
 import zshard
 from zshard.wrap import schedule_of
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 
 
 @dataclasses.dataclass
@@ -199,7 +199,7 @@ class Script(NamedTuple):
     options: dict[str, object] = {}  # noqa: RUF012
 
 
-kScripts = {
+SCRIPTS = {
     **{
         script.__name__: Script(script)
         for script in (
@@ -244,7 +244,7 @@ def gradients(
 
 
 def run(rank: int, world_size: int, script: str, strategy: str | None) -> list[tuple[str, Tensor]]:
-    step, build, options = kScripts[script]
+    step, build, options = SCRIPTS[script]
     torch.manual_seed(0)
     model = build()
     if strategy is not None:
@@ -270,8 +270,8 @@ def side(script: str, strategy: str | None, world_size: int) -> list[list[tuple[
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("strategy", kStrategies)
-@pytest.mark.parametrize("script", kScripts)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_gradients_and_outputs_are_the_plain_models(
     script: str, strategy: str, world_size: int
 ) -> None:
@@ -321,7 +321,7 @@ def assigned(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     model = zshard.wrap(models.build("tied_in_one_unit"))
     torch.manual_seed(1)
-    other = models.kCases["tied_in_one_unit"].build().state_dict()
+    other = models.CASES["tied_in_one_unit"].build().state_dict()
     with zshard.full_params(model, write=True):
         model.load_state_dict(other, assign=True)
     wrong = [n for n, value in other.items() if not torch.equal(zshard.full_param(model, n), value)]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, simulated
 from steps import build, one_step
-from test_plan import kPolicies, kStrategies
-from test_schedule import events, kBackward, kForward
+from test_plan import POLICIES, STRATEGIES
+from test_schedule import BACKWARD, FORWARD, events
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,8 +24,8 @@ from zshard.layout import Layout
 from zshard.transports.simulated import SimulatedRanks
 from zshard.wrap import schedule_of
 
-kRanks = 1024
-kAlign = 32  # elements, at which segments and shards begin
+RANKS = 1024
+ALIGN = 32  # elements, at which segments and shards begin
 
 
 class Square(nn.Module):
@@ -68,7 +68,7 @@ class Odd(nn.Module):
         return self.outlet(x)
 
 
-kUnits = ["blocks.0", "blocks.1", "blocks.2"]
+UNITS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -83,7 +83,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
 # --- layout --------------------------------------------------------------------------------------
 
 
-def up(count: int, to: int = kAlign) -> int:
+def up(count: int, to: int = ALIGN) -> int:
     return math.ceil(count / to) * to
 
 
@@ -93,8 +93,8 @@ def test_every_segment_lies_where_plain_arithmetic_puts_it(rank: int) -> None:
     values = {name: param.detach().clone() for name, param in plain.named_parameters()}
     unit_of = {name: name[:8] if name.startswith("blocks") else "root" for name in values}
     frozen = {name for name, param in plain.named_parameters() if not param.requires_grad}
-    with simulated(rank, kRanks):
-        flats = [f for u in schedule_of(zshard.wrap(plain, units=kUnits)).units for f in u.flats]
+    with simulated(rank, RANKS):
+        flats = [f for u in schedule_of(zshard.wrap(plain, units=UNITS)).units for f in u.flats]
     assert sorted(name for flat in flats for name in flat.names) == sorted(values)
     for flat in flats:
         first = flat.names[0]
@@ -108,10 +108,10 @@ def test_every_segment_lies_where_plain_arithmetic_puts_it(rank: int) -> None:
         for name in alike:
             offsets.append(up(end))
             end = offsets[-1] + values[name].numel()
-        size = up(math.ceil(end / kRanks))
+        size = up(math.ceil(end / RANKS))
         assert flat.layout.shard_size == size
         assert [segment.offset for segment in flat.layout.segments] == offsets
-        full = torch.zeros(size * kRanks)
+        full = torch.zeros(size * RANKS)
         for name, offset in zip(alike, offsets, strict=True):
             full[offset : offset + values[name].numel()] = values[name].view(-1)
         assert torch.equal(flat.master.read(), full[rank * size : (rank + 1) * size])
@@ -121,15 +121,15 @@ def test_every_segment_lies_where_plain_arithmetic_puts_it(rank: int) -> None:
             assert torch.equal(param.local, full[begin:last])
             assert param.shape == values[name].shape
         segments = len(alike)
-        assert flat.layout.padding < kAlign * (segments + kRanks)
+        assert flat.layout.padding < ALIGN * (segments + RANKS)
 
 
 def test_of_a_large_model_a_rank_takes_less_than_a_thousandth_more_than_its_share() -> None:
     alone, shared = (
-        zshard.plan("gpt:7b", size).to_dict()["per_rank"]["states"] for size in (1, kRanks)
+        zshard.plan("gpt:7b", size).to_dict()["per_rank"]["states"] for size in (1, RANKS)
     )
-    assert 1 <= shared / (alone / kRanks) < 1.001
-    layout = Layout.of([torch.empty(4099, 4099, device="meta") for _ in range(3)], kRanks)
+    assert 1 <= shared / (alone / RANKS) < 1.001
+    layout = Layout.of([torch.empty(4099, 4099, device="meta") for _ in range(3)], RANKS)
     assert 0 < layout.padding < 1e-3 * layout.numel
 
 
@@ -137,12 +137,12 @@ def test_of_a_large_model_a_rank_takes_less_than_a_thousandth_more_than_its_shar
 
 
 @pytest.mark.parametrize("rank", [0, 511, 1023])
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_and_bytes_are_the_plans(strategy: str, rank: int) -> None:
-    for policy, precision in kPolicies.items():
-        options = {"strategy": strategy, "units": kUnits, "precision": precision}
-        planned = zshard.plan(Odd(), kRanks, **options, backend="gloo").to_dict()
-        with simulated(rank, kRanks):
+    for policy, precision in POLICIES.items():
+        options = {"strategy": strategy, "units": UNITS, "precision": precision}
+        planned = zshard.plan(Odd(), RANKS, **options, backend="gloo").to_dict()
+        with simulated(rank, RANKS):
             model = zshard.wrap(Odd(), **options)
             optimizer = zshard.AdamW(model.parameters())
             step(model, optimizer)
@@ -151,7 +151,7 @@ def test_memory_and_bytes_are_the_plans(strategy: str, rank: int) -> None:
             assert step(model, optimizer).isfinite()
         measured = zshard.memory(model)["now"]
         expected = {key: planned["per_rank"][key] for key in measured}
-        if rank < kRanks - 1:  # the plan's padding is that of the last rank, which has most
+        if rank < RANKS - 1:  # the plan's padding is that of the last rank, which has most
             assert measured.pop("padding") <= expected.pop("padding")
         assert measured == expected, policy
         for op in ("all_gather", "reduce_scatter"):
@@ -163,8 +163,8 @@ def test_memory_and_bytes_are_the_plans(strategy: str, rank: int) -> None:
 
 def test_on_cuda_the_fake_group_stands_for_nccl_and_on_the_host_for_gloo() -> None:
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
-    with simulated(1, kRanks):
-        for device, rows in (("cuda", [1, 1, kRanks]), ("cpu", [kRanks] * 3)):
+    with simulated(1, RANKS):
+        for device, rows in (("cuda", [1, 1, RANKS]), ("cpu", [RANKS] * 3)):
             ranks = SimulatedRanks(dist.group.WORLD, torch.device(device))
             assert ranks.nccl == (device == "cuda")
             assert [ranks.row_count(dtype) for dtype in dtypes] == rows
@@ -189,8 +189,8 @@ def recorded(rank: int, world_size: int) -> tuple[list[tuple[str, str]], dict[st
 
 @pytest.mark.parametrize("rank", [0, 511, 1023])
 def test_a_step_of_one_of_1024_ranks_is_the_list_of_events_of_real_ones(rank: int) -> None:
-    with simulated(rank, kRanks):
-        assert recorded(rank, kRanks)[0] == events(kForward + "," + kBackward)
+    with simulated(rank, RANKS):
+        assert recorded(rank, RANKS)[0] == events(FORWARD + "," + BACKWARD)
 
 
 def test_two_real_ranks_and_simulated_ones_record_the_same_events_and_bytes() -> None:
@@ -222,9 +222,9 @@ def ops_of_a_step(world_size: int, strategy: str) -> Counter[str]:
     return ops.counts
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_host_runs_no_more_ops_for_1024_ranks_than_for_two(strategy: str) -> None:
-    few, many = (ops_of_a_step(size, strategy) for size in (2, kRanks))
+    few, many = (ops_of_a_step(size, strategy) for size in (2, RANKS))
     assert sum(few.values()) > 0 and few == many
 
 
@@ -261,13 +261,13 @@ class WithStatistics(models.Blocks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(models.kWidth)
+        self.norm = nn.BatchNorm1d(models.WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(self.inlet(x)) @ self.inlet.weight)
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mesh", ["flat", "hsdp"])
 def test_whatever_a_script_does_between_wrap_and_step_works(strategy: str, mesh: str) -> None:
     with simulated(5, 16):
@@ -302,20 +302,20 @@ def test_whatever_a_script_does_between_wrap_and_step_works(strategy: str, mesh:
 def test_a_model_on_the_meta_device_is_made_shard_by_shard() -> None:
     with torch.device("meta"):
         meta = models.Blocks()
-    with simulated(0, kRanks):
+    with simulated(0, RANKS):
         model = zshard.wrap(meta, init_fn=lambda module: module.reset_parameters())
         optimizer = zshard.AdamW(model.parameters())
         step(model, optimizer)
-    assert zshard.memory(model)["now"]["states"] == 4 * kAlign * 16
+    assert zshard.memory(model)["now"]["states"] == 4 * ALIGN * 16
 
 
-kRefused = [
+REFUSED = [
     *("save", "export", "load", "load_weights", "state_dict"),
     *("checkpoint.save", "checkpoint.load"),  # torch.distributed's
 ]
 
 
-@pytest.mark.parametrize("what", kRefused)
+@pytest.mark.parametrize("what", REFUSED)
 def test_what_would_leave_the_process_or_come_into_it_is_refused(what: str, tmp_path: Path) -> None:
     with simulated(3, 8):
         model = build()

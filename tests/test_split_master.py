@@ -7,13 +7,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
-from training import Wrapped, adamw, kSteps, train
+from training import STEPS, Wrapped, adamw, train
 
 import zshard
 from zshard import ops
 from zshard.wrap import schedule_of
 
-kSplit = zshard.Precision.bf16(master="split")
+SPLIT = zshard.Precision.bf16(master="split")
 
 
 @pytest.mark.parametrize("decoupled", [1.0, 0.0])
@@ -44,7 +44,7 @@ def with_given_gradients(
     model = zshard.wrap(models.build("odd_parameters"), strategy=strategy, precision=precision)
     optimizer = adamw(model)
     generator = torch.Generator().manual_seed(2)
-    for _ in range(kSteps):
+    for _ in range(STEPS):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
@@ -55,8 +55,8 @@ def with_given_gradients(
 def test_updates_are_the_fp32_masters_bit_by_bit(strategy: str) -> None:
     expected = with_given_gradients(0, 1, "zero3", None)
     for actual in [
-        with_given_gradients(0, 1, strategy, kSplit),
-        *run_ranks(with_given_gradients, 2, strategy, kSplit),
+        with_given_gradients(0, 1, strategy, SPLIT),
+        *run_ranks(with_given_gradients, 2, strategy, SPLIT),
     ]:
         for name, value in expected.items():
             assert torch.equal(actual[name], value), name
@@ -64,13 +64,13 @@ def test_updates_are_the_fp32_masters_bit_by_bit(strategy: str) -> None:
 
 def losses(rank: int, world_size: int, precision: zshard.Precision) -> list[float]:
     model = zshard.wrap(models.build("blocks"), precision=precision)
-    record = train(Wrapped(model), adamw(model), models.batches("blocks", kSteps, rank))
+    record = train(Wrapped(model), adamw(model), models.batches("blocks", STEPS, rank))
     return [float(loss) for loss in record.losses]
 
 
 def test_training_is_that_of_an_fp32_master_but_for_how_ties_round() -> None:
     for ours, theirs in zip(
-        run_ranks(losses, 2, kSplit),
+        run_ranks(losses, 2, SPLIT),
         run_ranks(losses, 2, zshard.Precision.bf16()),
         strict=True,
     ):
@@ -80,7 +80,7 @@ def test_training_is_that_of_an_fp32_master_but_for_how_ties_round() -> None:
 
 
 def test_nothing_is_copied_what_is_sent_is_the_upper_plane() -> None:
-    model = zshard.wrap(models.build("blocks"), precision=kSplit)
+    model = zshard.wrap(models.build("blocks"), precision=SPLIT)
     for unit in schedule_of(model).units:
         for flat in unit.flats:
             assert flat.master.values is None
@@ -89,7 +89,7 @@ def test_nothing_is_copied_what_is_sent_is_the_upper_plane() -> None:
 
 
 def test_whole_values_are_written_and_read_back_exactly() -> None:
-    model = zshard.wrap(models.build("blocks"), precision=kSplit)
+    model = zshard.wrap(models.build("blocks"), precision=SPLIT)
     value = torch.randn(13, 7)
     with zshard.full_params(model, write=True), torch.no_grad():
         model.blocks[1].up.weight.copy_(value)
@@ -105,7 +105,7 @@ def test_whole_values_are_written_and_read_back_exactly() -> None:
 
 
 def test_reading_elementwise_sees_the_joined_values() -> None:
-    model = zshard.wrap(models.build("blocks"), precision=kSplit)
+    model = zshard.wrap(models.build("blocks"), precision=SPLIT)
     parameter = model.get_parameter("blocks.0.up.weight")
     before = zshard.full_param(model, "blocks.0.up.weight")
     average = torch.zeros_like(parameter)
@@ -118,7 +118,7 @@ def test_reading_elementwise_sees_the_joined_values() -> None:
 def test_another_optimizer_is_refused_by_name_and_changes_nothing(
     optimizer: type[torch.optim.Optimizer], foreach: bool
 ) -> None:
-    model = zshard.wrap(models.build("blocks"), precision=kSplit)
+    model = zshard.wrap(models.build("blocks"), precision=SPLIT)
     before = zshard.full_param(model, "blocks.0.up.weight")
     models.loss_of(model, models.batches("blocks", 1)[0]).backward()
     with pytest.raises(zshard.OptimizerError, match=r"split.*zshard\.AdamW"):

@@ -16,9 +16,9 @@ from training import adamw
 import zshard
 from zshard import whole
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
-kPrecisions = [None, zshard.Precision.bf16(), zshard.Precision.bf16(master="split")]
-kCases = ["odd_parameters", "channels_last", "tied_in_one_unit", "tied_across_units", "frozen"]
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
+PRECISIONS = [None, zshard.Precision.bf16(), zshard.Precision.bf16(master="split")]
+CASES = ["odd_parameters", "channels_last", "tied_in_one_unit", "tied_across_units", "frozen"]
 
 
 class Rich(models.Blocks):
@@ -83,13 +83,13 @@ def is_tied(state: dict[str, Any], a: str, b: str) -> bool:
 
 def read(rank: int, world_size: int, hsdp: bool) -> list[str]:
     wrong = []
-    for strategy in kStrategies:
-        for precision in kPrecisions:
+    for strategy in STRATEGIES:
+        for precision in PRECISIONS:
             options: dict[str, Any] = {"strategy": strategy, "precision": precision}
             if hsdp:
                 names = ("replicate", "shard")
                 options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-            for case in ["odd_parameters", "rich", kCases[1 + kStrategies.index(strategy)]]:
+            for case in ["odd_parameters", "rich", CASES[1 + STRATEGIES.index(strategy)]]:
                 plain, model = (rich() if case == "rich" else models.build(case) for _ in range(2))
                 ignored = [model.apart] if case == "rich" else None
                 zshard.wrap(model, ignored=ignored, **options)
@@ -112,7 +112,7 @@ def test_it_is_the_plain_models_state_dict(world_size: int) -> None:
 def masters(rank: int, world_size: int) -> list[bool]:
     """After a step with bf16 compute: fp32 masters, and a copy of them."""
     result = []
-    for precision in kPrecisions[1:]:
+    for precision in PRECISIONS[1:]:
         model = zshard.wrap(models.build("odd_parameters"), precision=precision)
         optimizer = adamw(model)
         data = models.batches("odd_parameters", 2, rank)
@@ -225,16 +225,16 @@ def test_what_cannot_work_is_said_on_every_rank_and_the_model_goes_on() -> None:
 def take(rank: int, world_size: int) -> list[str]:
     """load_state_dict of whole tensors, over values that have been gathered already."""
     wrong = []
-    for number, strategy in enumerate(kStrategies):
-        for precision in kPrecisions:
-            for case in (kCases[number], kCases[(number + 1) % len(kCases)]):
+    for number, strategy in enumerate(STRATEGIES):
+        for precision in PRECISIONS:
+            for case in (CASES[number], CASES[(number + 1) % len(CASES)]):
                 label = f"{case} {strategy} {precision}: "
                 torch.manual_seed(99)
-                source = models.kCases[case].build()
+                source = models.CASES[case].build()
                 batch = models.batches(case, 1, rank)[0]
                 model, fresh = (
                     zshard.wrap(m, strategy=strategy, precision=precision)
-                    for m in (models.build(case), models.kCases[case].build())
+                    for m in (models.build(case), models.CASES[case].build())
                 )
                 fresh.load_state_dict(source.state_dict())
                 with torch.no_grad():

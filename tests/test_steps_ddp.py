@@ -7,13 +7,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from training import (
+    STEPS,
     Plain,
     Record,
     Wrapped,
     adamw,
     assert_close,
     assert_same_bits,
-    kSteps,
     torch_adamw,
     train,
 )
@@ -26,8 +26,8 @@ def both_sides(
 ) -> tuple[Record, Record]:
     """Train the same case under DDP, then wrapped; returns (wrapped, DDP)."""
     make_optimizer = torch_adamw if torchs_optimizer else adamw
-    data = models.batches(name, kSteps, rank)
-    plain = Plain(models.build(name), world_size, models.kCases[name].unused)
+    data = models.batches(name, STEPS, rank)
+    plain = Plain(models.build(name), world_size, models.CASES[name].unused)
     torch.manual_seed(5 + rank)  # dropout's numbers, other ones on every rank
     expected = train(plain, make_optimizer(plain.module), data)
     model = models.build(name)
@@ -45,7 +45,7 @@ def assert_ranks_hold_the_same_model(records: list[Record]) -> None:
     assert len(losses) == len(records), "the ranks trained on one batch: reduction was not tested"
 
 
-@pytest.mark.parametrize("name", models.kCases)
+@pytest.mark.parametrize("name", models.CASES)
 def test_ten_steps_equal_ddps_bit_by_bit(name: str) -> None:
     results = run_ranks(both_sides, 2, name, {}, False)
     for actual, expected in results:

@@ -8,13 +8,13 @@ import torch
 from ranks import run_ranks
 from steps import all_by_messages
 from test_steps_ddp import assert_ranks_hold_the_same_model, both_sides
-from training import Record, Wrapped, adamw, assert_close, assert_same_bits, kSteps, train
+from training import STEPS, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
 
 # A sum of three or four fp32 gradients in another order differs in its last bit or two (1e-7);
 # ten steps of AdamW, which divides by their root mean square, amplify that some tenfold.
-kTolerance = 2e-5
+TOLERANCE = 2e-5
 
 
 def wrapped_twice(
@@ -24,7 +24,7 @@ def wrapped_twice(
     records = []
     for option in options:
         model = zshard.wrap(models.build(name), **option)
-        records.append(train(Wrapped(model), adamw(model), models.batches(name, kSteps, rank)))
+        records.append(train(Wrapped(model), adamw(model), models.batches(name, STEPS, rank)))
     return records
 
 
@@ -35,7 +35,7 @@ def wrapped_twice(
 def test_ten_steps_are_within_tolerance_of_ddp(name: str, world_size: int) -> None:
     results = run_ranks(both_sides, world_size, name, {}, False)
     for actual, expected in results:
-        assert_close(actual, expected, kTolerance)
+        assert_close(actual, expected, TOLERANCE)
     assert_ranks_hold_the_same_model([actual for actual, _ in results])
 
 

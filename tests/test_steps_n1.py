@@ -11,12 +11,12 @@ import torch.distributed as dist
 from ops_check import devices
 from torch import nn
 from training import (
+    STEPS,
     Plain,
     Wrapped,
     adamw,
     assert_close,
     assert_same_bits,
-    kSteps,
     torch_adamw,
     train,
 )
@@ -27,7 +27,7 @@ import zshard
 def run_plain(name: str, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw):
     model = models.build(name)
     torch.manual_seed(5)  # dropout's numbers
-    return train(Plain(model), make_optimizer(model), models.batches(name, kSteps))
+    return train(Plain(model), make_optimizer(model), models.batches(name, STEPS))
 
 
 def run_wrapped(
@@ -38,10 +38,10 @@ def run_wrapped(
     model = models.build(name)
     torch.manual_seed(5)
     model = zshard.wrap(model, **options)
-    return train(Wrapped(model), make_optimizer(model), models.batches(name, kSteps))
+    return train(Wrapped(model), make_optimizer(model), models.batches(name, STEPS))
 
 
-@pytest.mark.parametrize("name", models.kCases)
+@pytest.mark.parametrize("name", models.CASES)
 def test_ten_steps_equal_the_plain_models_bit_by_bit(name: str) -> None:
     assert not dist.is_initialized()
     expected = run_plain(name)
@@ -54,7 +54,7 @@ def test_ten_steps_equal_the_plain_models_bit_by_bit(name: str) -> None:
 @pytest.mark.parametrize("name", ["blocks", "odd_parameters", "tied_across_units", "frozen"])
 def test_on_every_device_the_losses_are_the_plain_models(name: str, device: str) -> None:
     """Not bit by bit on a GPU, where products may be summed by where a matrix begins in memory."""
-    data = [batch.to(device) for batch in models.batches(name, kSteps)]
+    data = [batch.to(device) for batch in models.batches(name, STEPS)]
     plain = models.build(name).to(device)
     expected = train(Plain(plain), adamw(plain), data)
     model = zshard.wrap(models.build(name), device=torch.device(device))
@@ -97,9 +97,9 @@ def test_evaluation_between_steps_changes_nothing() -> None:
             seen.append(models.loss_of(model, held_out))
         model.train()
 
-    actual = train(Wrapped(model), adamw(model), models.batches("gpt", kSteps), after_step=evaluate)
+    actual = train(Wrapped(model), adamw(model), models.batches("gpt", STEPS), after_step=evaluate)
     assert_same_bits(actual, expected)
-    assert len({float(loss) for loss in seen}) == kSteps, "evaluation did not see the new weights"
+    assert len({float(loss) for loss in seen}) == STEPS, "evaluation did not see the new weights"
 
 
 def test_no_grad_first_then_training_equals_the_plain_model() -> None:
@@ -110,7 +110,7 @@ def test_no_grad_first_then_training_equals_the_plain_model() -> None:
         assert torch.equal(model(batch), plain(batch))
     with torch.inference_mode():
         assert torch.equal(model(batch), plain(batch))
-    actual = train(Wrapped(model), adamw(model), models.batches("blocks", kSteps))
+    actual = train(Wrapped(model), adamw(model), models.batches("blocks", STEPS))
     assert_same_bits(actual, run_plain("blocks"))
 
 

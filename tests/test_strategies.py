@@ -12,27 +12,27 @@ from test_steps_ddp import assert_ranks_hold_the_same_model, both_sides
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import (
+    FEW_STEPS,
+    STEPS,
     Plain,
     Record,
     Wrapped,
     adamw,
     assert_close,
     assert_same_bits,
-    kFewSteps,
-    kSteps,
     train,
 )
 
 import zshard
 from zshard.wrap import schedule_of
 
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
-kAliases = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "ddp"}
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
+ALIASES = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "ddp"}
 
 
 def by_block(name: str, module: nn.Module) -> str:
     """A strategy of its own for every unit."""
-    return dict(zip(("blocks.0", "blocks.1", "blocks.2"), kStrategies, strict=False)).get(
+    return dict(zip(("blocks.0", "blocks.1", "blocks.2"), STRATEGIES, strict=False)).get(
         name, "ddp"
     )
 
@@ -46,7 +46,7 @@ def with_ddp(rank: int, world_size: int, name: str, strategy: str) -> tuple[Reco
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "ddp", "by_block"])
-@pytest.mark.parametrize("name", models.kPlainCases)
+@pytest.mark.parametrize("name", models.PLAIN_CASES)
 def test_every_strategy_equals_ddp_bit_by_bit(name: str, strategy: str) -> None:
     results = run_ranks(with_ddp, 2, name, strategy)
     for actual, expected in results:
@@ -61,7 +61,7 @@ def test_every_strategy_equals_ddp_with_dropout_and_recomputation(name: str, str
         assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_equals_the_plain_model_on_one_rank(strategy: str) -> None:
     actual, expected = with_ddp(0, 1, "odd_parameters", strategy)
     assert_same_bits(actual, expected)
@@ -77,7 +77,7 @@ def trained(
 ) -> Record:
     model = models.build("odd_parameters")
     model = zshard.wrap(model, strategy=named(strategy), precision=precision)
-    data = models.batches("odd_parameters", kFewSteps * accumulate, rank)
+    data = models.batches("odd_parameters", FEW_STEPS * accumulate, rank)
     if precision is not None:
         data = [batch.to(precision.compute) for batch in data]
     return train(
@@ -85,12 +85,12 @@ def trained(
     )
 
 
-kPrecisions = [None, zshard.Precision.bf16(), zshard.Precision.bf16(reduce=torch.bfloat16)]
+PRECISIONS = [None, zshard.Precision.bf16(), zshard.Precision.bf16(reduce=torch.bfloat16)]
 
 
 @pytest.mark.parametrize(
     ("precision", "accumulate", "no_sync"),
-    [(p, *how) for p in kPrecisions for how in ((1, False), (3, False), (3, True))],
+    [(p, *how) for p in PRECISIONS for how in ((1, False), (3, False), (3, True))],
 )
 def test_all_strategies_have_the_same_bits_on_three_ranks(
     precision: zshard.Precision | None, accumulate: int, no_sync: bool
@@ -114,7 +114,7 @@ def as_fp32(record: Record) -> None:
     record.norms = [norm.float() for norm in record.norms]
 
 
-kClip = (0.1, 2.0)
+CLIP = (0.1, 2.0)
 
 
 def hybrid(
@@ -126,13 +126,13 @@ def hybrid(
 ) -> Record:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model = zshard.wrap(models.build("odd_parameters"), mesh=mesh, strategy=named(strategy))
-    data = models.batches("odd_parameters", kSteps * 2, rank)
+    data = models.batches("odd_parameters", STEPS * 2, rank)
     return train(Wrapped(model), adamw(model), data, clip=clip, accumulate=2, no_sync=True)
 
 
 def ddp(rank: int, world_size: int, clip: tuple[float, float] | None) -> Record:
     side = Plain(models.build("odd_parameters"), world_size)
-    data = models.batches("odd_parameters", kSteps * 2, rank)
+    data = models.batches("odd_parameters", STEPS * 2, rank)
     return train(side, adamw(side.module), data, clip=clip, accumulate=2, no_sync=True)
 
 
@@ -143,13 +143,13 @@ def by_ddp(world_size: int, clip: tuple[float, float] | None) -> list[Record]:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "ddp", "by_block"])
 def test_hsdp_on_a_two_by_two_mesh_is_within_tolerance_of_ddp(strategy: str) -> None:
-    actual = run_ranks(hybrid, 4, (2, 2), strategy, kClip)
+    actual = run_ranks(hybrid, 4, (2, 2), strategy, CLIP)
     assert_ranks_hold_the_same_model(actual)
-    for ours, theirs in zip(actual, by_ddp(4, kClip), strict=True):
+    for ours, theirs in zip(actual, by_ddp(4, CLIP), strict=True):
         assert_close(ours, theirs, tolerance=2e-5)
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_hsdp_with_one_rank_along_an_axis_has_ddps_bits(
     shape: tuple[int, int], strategy: str
@@ -203,10 +203,10 @@ def test_gradients_held_back_after_reduced_ones_add_up_under_every_strategy() ->
 # --- names ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alias", kAliases)
+@pytest.mark.parametrize("alias", ALIASES)
 def test_fsdps_names_are_the_same_strategies(alias: str) -> None:
     unit = schedule_of(zshard.wrap(models.Blocks(), strategy=alias)).units[1]
-    assert unit.strategy.name == kAliases[alias]
+    assert unit.strategy.name == ALIASES[alias]
 
 
 def test_a_callable_chooses_by_unit_and_is_asked_once_for_each() -> None:

@@ -52,7 +52,7 @@ def training(
     return sorted(set(model.races)), model.on_lanes
 
 
-kOptions = {
+OPTIONS = {
     "zero3": {},
     "zero3, two units ahead": {"prefetch": 2},
     "zero2": {"strategy": "zero2"},
@@ -62,9 +62,9 @@ kOptions = {
 }
 
 
-@pytest.mark.parametrize("name", kOptions)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_the_streams_of_a_step_are_in_order(name: str) -> None:
-    for races, on_lanes in run_ranks(training, 2, kOptions[name]):
+    for races, on_lanes in run_ranks(training, 2, OPTIONS[name]):
         assert races == []
         assert on_lanes > 50
 
@@ -192,7 +192,7 @@ def interrupted(rank: int, world_size: int, options: dict[str, object]) -> list[
 
 @pytest.mark.parametrize("name", ["zero3", "zero2", "zero1", "ddp"])
 def test_the_streams_are_in_order_whatever_comes_between_steps(name: str) -> None:
-    assert run_ranks(interrupted, 2, kOptions[name]) == [[]] * 2
+    assert run_ranks(interrupted, 2, OPTIONS[name]) == [[]] * 2
 
 
 def careless(rank: int, world_size: int, lost: str) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_peer import kPrecisions, kSteady, kStrategies, on_both, trained
+from test_peer import PRECISIONS, STEADY, STRATEGIES, on_both, trained
 from torch.distributed.device_mesh import init_device_mesh
 from training import Record, assert_close, assert_same_bits
 
@@ -28,7 +28,7 @@ from zshard.transports.shared import SharedArena
 from zshard.transports.symmetric import SymmetricRanks
 from zshard.transports.symmetric_memory import Joined
 
-kDeadline = 30.0  # seconds of a barrier
+DEADLINE = 30.0  # seconds of a barrier
 
 
 class Double:
@@ -55,9 +55,9 @@ class Double:
             self._at_barrier()
             self.channels.add(channel)
             presence = channels[channel].presence
-            assert presence.await_departures(kDeadline) < 0
+            assert presence.await_departures(DEADLINE) < 0
             presence.arrive()
-            assert presence.await_arrivals(kDeadline) < 0, "a rank does not come to this barrier"
+            assert presence.await_arrivals(DEADLINE) < 0, "a rank does not come to this barrier"
             presence.depart()
             self._at_barrier()
 
@@ -74,14 +74,14 @@ def over_symmetric(rank: int, world_size: int, strategy: str, precision: str) ->
     return on_both(rank, world_size, strategy, precision)
 
 
-kCases = [
-    *((strategy, precision, 2) for strategy in kStrategies for precision in ("fp32", "bf16/bf16")),
-    *(("zero3", precision, 3) for precision in kPrecisions),
+CASES = [
+    *((strategy, precision, 2) for strategy in STRATEGIES for precision in ("fp32", "bf16/bf16")),
+    *(("zero3", precision, 3) for precision in PRECISIONS),
     *((strategy, "split", 3) for strategy in ("zero2", "ddp")),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "precision", "world_size"), kCases)
+@pytest.mark.parametrize(("strategy", "precision", "world_size"), CASES)
 def test_bits_are_those_of_the_group_and_no_shard_is_sent(
     strategy: str, precision: str, world_size: int
 ) -> None:
@@ -89,8 +89,8 @@ def test_bits_are_those_of_the_group_and_no_shard_is_sent(
         assert_same_bits(shared[0], group[0])
         assert shared[1] == group[1], "the volume that other ranks needed"
         in_memory = {op: 0 for op in ("all_gather", "reduce_scatter")}
-        assert {op: shared[2][op] for op in kSteady} == {
-            op: group[2][op] for op in kSteady
+        assert {op: shared[2][op] for op in STEADY} == {
+            op: group[2][op] for op in STEADY
         } | in_memory
 
 
@@ -288,7 +288,7 @@ def on_one_gpu(rank: int, world_size: int, precision: str) -> list[Record]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     return [
         on_the_cpu(trained(rank, "peer", strategy, precision, device="cuda:0")[0])
-        for strategy in kStrategies
+        for strategy in STRATEGIES
     ]
 
 

@@ -17,11 +17,11 @@ from training import Plain, Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
 
-kSteps = 5
-kStrategies = ["zero1", "zero2", "zero3", "ddp"]
+STEPS = 5
+STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 
 # The server starts before the first test and after this import: only where this file is run.
-ranks.kPreloaded += third_party.kModules
+ranks.PRELOADED += third_party.MODULES
 
 
 @dataclass
@@ -60,12 +60,12 @@ def run(side: Plain | Wrapped, data: list[Batch], rank: int) -> Outcome:
 
 def wrapped(rank: int, world_size: int, name: str, options: dict[str, object]) -> Outcome:
     side = Wrapped(zshard.wrap(third_party.build(name), **options))
-    return run(side, third_party.batches(name, kSteps, rank), rank)
+    return run(side, third_party.batches(name, STEPS, rank), rank)
 
 
 def plain(rank: int, world_size: int, name: str) -> Outcome:
-    side = Plain(third_party.build(name), world_size, third_party.kCases[name].unused)
-    return run(side, third_party.batches(name, kSteps, rank), rank)
+    side = Plain(third_party.build(name), world_size, third_party.CASES[name].unused)
+    return run(side, third_party.batches(name, STEPS, rank), rank)
 
 
 @cache  # the same for every strategy
@@ -104,8 +104,8 @@ def assert_ranks_differ(outcomes: list[Outcome]) -> None:
     assert len(losses) == len(outcomes), "the ranks trained on one batch: reduction was not tested"
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
-@pytest.mark.parametrize("name", third_party.kCases)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", third_party.CASES)
 def test_five_steps_equal_ddps_bit_by_bit(name: str, strategy: str) -> None:
     results = both_sides(name, 2, {"strategy": strategy})
     for actual, expected in results:
@@ -114,17 +114,17 @@ def test_five_steps_equal_ddps_bit_by_bit(name: str, strategy: str) -> None:
     assert_ranks_differ([actual for actual, _ in results])
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
-@pytest.mark.parametrize("name", third_party.kCases)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", third_party.CASES)
 def test_five_steps_equal_the_plain_models_bit_by_bit(name: str, strategy: str) -> None:
     ((actual, expected),) = both_sides(name, 1, {"strategy": strategy})
     assert_same_outcome(actual, expected)
     assert_trained(name, expected)
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "name", [name for name in third_party.kCases if third_party.kCases[name].experts]
+    "name", [name for name in third_party.CASES if third_party.CASES[name].experts]
 )
 def test_steps_of_experts_that_are_units_equal_ddps(name: str, strategy: str) -> None:
     options = {"strategy": strategy, "units": third_party.blocks_and_experts(name)}

@@ -14,7 +14,7 @@ from torch import nn
 
 import zshard
 
-kReads: dict[str, Callable[[nn.Module, str], object]] = {
+READS: dict[str, Callable[[nn.Module, str], object]] = {
     "state_dict": lambda model, folder: zshard.state_dict(model),
     "full_param": lambda model, folder: zshard.full_param(model, "inlet.bias"),
     "full_params": lambda model, folder: zshard.full_params(model).__enter__(),
@@ -30,13 +30,13 @@ def reads_torn(rank: int, world_size: int, read: str, strategy: str, folder: str
     if rank == 0:
         optimizer.step()
     with pytest.raises(zshard.MismatchError) as caught:
-        kReads[read](model, folder)
+        READS[read](model, folder)
     assert not os.path.exists(f"{folder}/torn")
     return str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-@pytest.mark.parametrize("read", kReads)
+@pytest.mark.parametrize("read", READS)
 def test_a_torn_model_is_not_read_or_saved(read: str, strategy: str, tmp_path: Path) -> None:
     for said in run_ranks(reads_torn, 2, read, strategy, str(tmp_path)):
         assert "the ranks have changed" in said and "The model is torn" in said
@@ -46,7 +46,7 @@ def load_nothing(path: str, model: nn.Module) -> None:
     zshard.load_weights(model, path, strict=False, rename=lambda name: None)
 
 
-kLoads: dict[str, Callable[[str, nn.Module], object]] = {
+LOADS: dict[str, Callable[[str, nn.Module], object]] = {
     "load": zshard.load,
     "load_weights": lambda path, model: zshard.load_weights(model, path),
     "part": load_nothing,
@@ -63,7 +63,7 @@ def mended(rank: int, world_size: int, load: str, folder: str) -> list[str]:
         zshard.SGD(model.parameters(), lr=0.1).step()
     said = []
     for act in (
-        lambda: kLoads[load](path, model),
+        lambda: LOADS[load](path, model),
         lambda: one_step(model, rank, 1),
         lambda: one_step(model, rank, 2),
     ):
@@ -76,7 +76,7 @@ def mended(rank: int, world_size: int, load: str, folder: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("load", kLoads)
+@pytest.mark.parametrize("load", LOADS)
 def test_a_load_of_everything_mends_a_torn_model(load: str, tmp_path: Path) -> None:
     after = "torn" if load == "part" else "ok"
     assert run_ranks(mended, 2, load, str(tmp_path)) == [["ok", after, "ok"]] * 2

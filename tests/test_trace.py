@@ -16,7 +16,7 @@ import zshard
 from zshard.tag import Tag
 from zshard.wrap import schedule_of
 
-kStrategies = ["zero3", "zero2", "zero1", "ddp"]
+STRATEGIES = ["zero3", "zero2", "zero1", "ddp"]
 
 
 def test_an_event_is_its_phase_and_unit_and_knows_more() -> None:
@@ -71,7 +71,7 @@ def counted(rank: int, world_size: int, strategy: str, messages: bool) -> None:
             assert event.ended == max(t.ended for t in own)
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_transfers_have_the_bytes_and_calls_that_stats_counts(strategy: str) -> None:
     run_ranks(counted, 2, strategy, False)
 
@@ -183,7 +183,7 @@ def held_up_in_memory(rank: int, world_size: int, strategy: str) -> set[str]:
     return {stall.op for stall in trace.stalls if stall.seconds >= 2e-3}
 
 
-@pytest.mark.parametrize("strategy", kStrategies)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_wait_for_shared_memory_is_a_stall(strategy: str) -> None:
     expected = {"reclaim", "all_gather"} if strategy == "ddp" else {"reclaim"}
     for ops in run_ranks(held_up_in_memory, 2, strategy):

@@ -13,7 +13,7 @@ from traced import trained
 
 import zshard
 
-kNoRank = '{"traceEvents": [], "baseTimeNanoseconds": 1, "otherData": {}}'
+NO_RANK = '{"traceEvents": [], "baseTimeNanoseconds": 1, "otherData": {}}'
 
 
 def save_one(rank: int, world_size: int, folder: str, strategy: str) -> list[tuple[str, str]]:
@@ -123,8 +123,8 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
         zshard.merge_traces(tmp_path / "all.json", [3])
     with pytest.raises(zshard.InputError, match="no parts"):
         zshard.merge_traces(tmp_path / "whole.json", [])
-    others = [kNoRank.replace("{}", other) for other in ("5", '{"rank": [1]}')]
-    for number, text in enumerate(["{", "[]", "{}", kNoRank, *others]):
+    others = [NO_RANK.replace("{}", other) for other in ("5", '{"rank": [1]}')]
+    for number, text in enumerate(["{", "[]", "{}", NO_RANK, *others]):
         name = f"{number}-wrong.json"
         (tmp_path / name).write_text(text)
         with pytest.raises(zshard.InputError, match=rf"{name} is not what Trace\.save"):

@@ -13,7 +13,7 @@ import stream_model
 import torch
 from ranks import run_ranks
 from steps import build, one_step
-from test_schedule import events, kBackward, kForward
+from test_schedule import BACKWARD, FORWARD, events
 from traced import check
 
 import zshard
@@ -116,7 +116,7 @@ def look(rank: int, world_size: int, strategy: str) -> None:
         if stall.transfer in lanes:
             assert stall.ended >= stall.transfer.ended or stall.seconds == 0
     if strategy == "zero3":
-        assert [*trace.events] == events(kForward + "," + kBackward)
+        assert [*trace.events] == events(FORWARD + "," + BACKWARD)
         waited = {(s.phase, s.unit) for s in trace.stalls if s.transfer in lanes}
         landed = [s for s in trace.stalls if s.op == "reduce_scatter"]
         assert len(landed) == 4  # not those where the reduce lane waits for itself

@@ -108,7 +108,7 @@ def test_a_trace_of_steps_that_raise_is_not_written(tmp_path: Path) -> None:
 
 # --- TensorBoard ---------------------------------------------------------------------------------
 
-kLines = [
+LINES = [
     Validation(0, 5.5),
     StepMetrics(1, 5.25, 2.0, 0.1, 0.5, 1000.0, 12.5),
     StepMetrics(2, 5.0, 1.5, 0.1, 0.5, 2000.0, None),
@@ -127,7 +127,7 @@ def test_without_tensorboard_metrics_are_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    log(tmp_path, 0, [*kLines])
+    log(tmp_path, 0, [*LINES])
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
@@ -137,7 +137,7 @@ def test_tensorboard_gets_every_metric_that_is_known_and_a_resumed_run_goes_on(
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log(tmp_path, 0, [*kLines])
+    log(tmp_path, 0, [*LINES])
     log(tmp_path, 1, [StepMetrics(2, 4.5, 1.0, 0.1, 0.5, 3000.0, 25.0)])
     found = EventAccumulator(str(tmp_path)).Reload()
     shown = {

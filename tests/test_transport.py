@@ -143,7 +143,7 @@ def test_replicas_that_ask_for_different_transports_are_refused_on_every_rank() 
         assert "comm=('auto', 'auto', 'group', 'group'), by rank" in said
 
 
-kMistakes = {
+MISTAKES = {
     "an option": {"prefetch": -1},
     "a unit": {"units": ["nobody"]},
     "a parameter": {"ignored": ["nobody"]},
@@ -158,7 +158,7 @@ def mistakes_one(rank: int, world_size: int, comm: str, which: str) -> str:
         model.odd = torch.nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
     before = {name: id(param) for name, param in model.named_parameters()}
     with pytest.raises((zshard.Error, ZeroDivisionError)) as raised:
-        zshard.wrap(model, comm=comm, **(kMistakes[which] if rank == 1 else {}))
+        zshard.wrap(model, comm=comm, **(MISTAKES[which] if rank == 1 else {}))
     assert {name: id(param) for name, param in model.named_parameters()} == before
     if rank == 1 and which == "a parameter's dtype":
         del model.odd
@@ -166,7 +166,7 @@ def mistakes_one(rank: int, world_size: int, comm: str, which: str) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
-@pytest.mark.parametrize("which", kMistakes)
+@pytest.mark.parametrize("which", MISTAKES)
 @pytest.mark.parametrize("comm", ["group", "peer"])
 def test_what_one_rank_finds_wrong_before_it_wraps_is_an_error_on_all(
     comm: str, which: str

@@ -260,7 +260,7 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inlet = nn.Linear(3, models.kWidth)
+        self.inlet = nn.Linear(3, models.WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:

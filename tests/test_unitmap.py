@@ -27,7 +27,7 @@ class Layers(nn.Sequential):
     """A Sequential by another name."""
 
 
-kModels: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "layers": (lambda: layers(norm=True), ["1", "3"]),
     "blocks": (lambda: nn.Sequential(Block(), Block(), nn.Linear(7, 7)), ["0", "1"]),
     "one block": (lambda: nn.Sequential(Block(), nn.Linear(7, 7)), []),
@@ -59,9 +59,9 @@ kModels: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", kModels)
+@pytest.mark.parametrize("name", MODELS)
 def test_repeated_blocks_are_units(name: str) -> None:
-    make, expected = kModels[name]
+    make, expected = MODELS[name]
     assert unit_names(make(), None) == expected
 
 

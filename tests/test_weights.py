@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zshard
 
-ranks.kPreloaded += third_party.kModules
+ranks.PRELOADED += third_party.MODULES
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -239,7 +239,7 @@ def test_what_is_missing_may_stay_only_where_there_are_values(tmp_path: Path) ->
 
 # --- transformers --------------------------------------------------------------------------------
 
-kTokens = torch.arange(12).view(2, 6) % third_party.kVocab
+TOKENS = torch.arange(12).view(2, 6) % third_party.VOCAB
 
 
 def exported(rank: int, size: int, folder: str, name: str) -> Tensor:
@@ -249,7 +249,7 @@ def exported(rank: int, size: int, folder: str, name: str) -> Tensor:
     zshard.export(f"{folder}-half", model, dtype=torch.bfloat16)
     zshard.export(folder, model)  # over itself
     with torch.no_grad():
-        return model(kTokens).logits
+        return model(TOKENS).logits
 
 
 @pytest.mark.parametrize(("name", "size"), [("gpt2", 2), ("llama", 3), ("mixtral", 2)])
@@ -261,7 +261,7 @@ def test_from_pretrained_loads_what_is_exported_with_equal_logits(
     assert not any(found.values()), found
     with torch.no_grad():
         for each in logits:
-            assert torch.equal(model.eval()(kTokens).logits, each)
+            assert torch.equal(model.eval()(TOKENS).logits, each)
     half = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "a-half")
     assert half.dtype == torch.bfloat16 and half.config.architectures == [type(model).__name__]
     weights = load_file(tmp_path / "a/model.safetensors")
@@ -286,7 +286,7 @@ def pretrained(rank: int, size: int, folder: str) -> tuple[Tensor, list[float]]:
     with pytest.raises(zshard.InputError, match=r"rename\('.*'\) is 3: expected the model's name"):
         zshard.load_weights(model, folder, rename=lambda n: 3)
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
-    batch = tokenizer(kSentences, padding=True, return_tensors="pt")
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     with torch.no_grad():
         embeddings = model(**batch).last_hidden_state
     optimizer = zshard.AdamW(model.parameters(), lr=1e-4)
@@ -302,7 +302,7 @@ def pretrained(rank: int, size: int, folder: str) -> tuple[Tensor, list[float]]:
     return embeddings, losses
 
 
-kSentences = ["A shard is a part of a whole.", "The cat sat on the mat.", "Why?"]
+SENTENCES = ["A shard is a part of a whole.", "The cat sat on the mat.", "Why?"]
 
 
 def test_a_pretrained_model_gives_equal_embeddings_over_two_ranks_and_is_fine_tuned() -> None:
@@ -310,7 +310,7 @@ def test_a_pretrained_model_gives_equal_embeddings_over_two_ranks_and_is_fine_tu
 
     folder = str(get_model_path())
     plain = hf.AutoModel.from_pretrained(folder).eval()
-    batch = hf.AutoTokenizer.from_pretrained(folder)(kSentences, padding=True, return_tensors="pt")
+    batch = hf.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
     torch.set_num_threads(1)
     with torch.no_grad():
         wanted = plain(**batch).last_hidden_state

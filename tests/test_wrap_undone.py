@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zshard
 from zshard import sharding
 
-kWidth = 9
+WIDTH = 9
 
 
 class Odd(nn.Module):
@@ -22,14 +22,14 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(kWidth, kWidth) for _ in range(3))
-        self.blocks[1].weight = nn.Parameter(torch.randn(kWidth, kWidth).t())
-        self.head = nn.Linear(kWidth, kWidth)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks[1].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.head = nn.Linear(WIDTH, WIDTH)
         self.head.weight = self.blocks[0].weight
-        self.recurrent = nn.LSTM(kWidth, kWidth)
-        self.frozen = nn.Parameter(torch.ones(kWidth), requires_grad=False)
-        self.coarse = nn.Parameter(torch.ones(kWidth, dtype=torch.float16))
-        self.register_buffer("scale", torch.full((kWidth,), 0.5))
+        self.recurrent = nn.LSTM(WIDTH, WIDTH)
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.coarse = nn.Parameter(torch.ones(WIDTH, dtype=torch.float16))
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -63,7 +63,7 @@ def facts(model: nn.Module) -> list[object]:
 
 def stepped(model: nn.Module) -> list[torch.Tensor]:
     """Whole gradients of one backward, of the same data on all ranks."""
-    model(torch.linspace(-1, 1, 3 * kWidth).view(3, kWidth)).square().mean().backward()
+    model(torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)).square().mean().backward()
     if not hasattr(model, "_zshard_schedule"):
         return [p.grad.float() for p in model.parameters() if p.grad is not None]
     names = [name for name, param in model.named_parameters() if param.requires_grad]
@@ -115,7 +115,7 @@ def undone(
     return said
 
 
-kOptions = {
+OPTIONS = {
     "zero3": {},
     "zero2": {"strategy": "zero2"},
     "ddp": {"strategy": "ddp"},
@@ -128,7 +128,7 @@ kOptions = {
     ("comm", "kind", "shape", "options"),
     [
         *((comm, "a weak reference", (2,), "zero3") for comm in ("group", "peer")),
-        *(("peer", "an allocation", (2,), options) for options in kOptions),
+        *(("peer", "an allocation", (2,), options) for options in OPTIONS),
         *((comm, "an allocation", (2, 2), "zero3") for comm in ("group", "peer")),
         ("group", "a graph", (3,), "split"),
         ("peer", "one to a recurrent weight", (2,), "zero3"),
@@ -139,7 +139,7 @@ def test_an_error_at_a_later_unit_on_one_rank_leaves_all_models_as_they_were(
     comm: str, kind: str, shape: tuple[int, ...], options: str
 ) -> None:
     world_size = math.prod(shape)
-    *others, own = run_ranks(undone, world_size, comm, kind, shape, kOptions[options], timeout=40)
+    *others, own = run_ranks(undone, world_size, comm, kind, shape, OPTIONS[options], timeout=40)
     expected = {
         "an allocation": "can't allocate memory",
         "one to a recurrent weight": "recurrent.weight_ih_l0 cannot be",

@@ -23,11 +23,11 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 
 Batch = dict[str, Tensor]
 
-kVocab = 37
-kClasses = 5
+VOCAB = 37
+CLASSES = 5
 
 # What a rank would import when it builds a model: 1 s and 500 modules, no thread.
-kModules = [
+MODULES = [
     "transformers",
     *(
         f"transformers.models.{name}.modeling_{name}"
@@ -36,8 +36,8 @@ kModules = [
 ]
 
 # The sizes that most configurations have names for.
-kSizes = {
-    "vocab_size": kVocab,
+SIZES = {
+    "vocab_size": VOCAB,
     "hidden_size": 18,
     "intermediate_size": 29,
     "num_hidden_layers": 2,
@@ -48,7 +48,7 @@ kSizes = {
 def gpt2() -> nn.Module:
     """Build a GPT-2 of three blocks: the head is the embedding, and dropout is on."""
     config = hf.GPT2Config(
-        vocab_size=kVocab, n_embd=18, n_layer=3, n_head=3, n_inner=29,
+        vocab_size=VOCAB, n_embd=18, n_layer=3, n_head=3, n_inner=29,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return hf.GPT2LMHeadModel(config)
@@ -57,14 +57,14 @@ def gpt2() -> nn.Module:
 def llama() -> nn.Module:
     """Build a Llama of three blocks, three query heads to one key-value head."""
     return hf.LlamaForCausalLM(
-        hf.LlamaConfig(**{**kSizes, "num_hidden_layers": 3}, num_key_value_heads=1)
+        hf.LlamaConfig(**{**SIZES, "num_hidden_layers": 3}, num_key_value_heads=1)
     )
 
 
 def t5() -> nn.Module:
     """Build a T5: encoder, decoder and head share one embedding; dropout is on."""
     config = hf.T5Config(
-        vocab_size=kVocab, d_model=18, d_kv=5, d_ff=29, num_layers=2, num_heads=3,
+        vocab_size=VOCAB, d_model=18, d_kv=5, d_ff=29, num_layers=2, num_heads=3,
         decoder_start_token_id=0,
     )  # fmt: skip
     return hf.T5ForConditionalGeneration(config)
@@ -75,7 +75,7 @@ def mixtral() -> nn.Module:
 
     Its loss has a term of router outputs that hooks took out of the blocks.
     """
-    sizes = {**kSizes, "hidden_size": 24, "intermediate_size": 40}  # grouped_mm: multiples of 8
+    sizes = {**SIZES, "hidden_size": 24, "intermediate_size": 40}  # grouped_mm: multiples of 8
     config = hf.MixtralConfig(
         **sizes, num_key_value_heads=1, num_local_experts=5, output_router_logits=True
     )
@@ -85,7 +85,7 @@ def mixtral() -> nn.Module:
 def switch() -> nn.Module:
     """Build a Switch Transformer, one of three experts a token; the experts are modules."""
     config = hf.SwitchTransformersConfig(
-        vocab_size=kVocab, d_model=18, d_kv=5, d_ff=29, num_heads=3, num_experts=3,
+        vocab_size=VOCAB, d_model=18, d_kv=5, d_ff=29, num_heads=3, num_experts=3,
         num_layers=2, num_sparse_encoder_layers=1, num_decoder_layers=2,
         num_sparse_decoder_layers=1, decoder_start_token_id=0,
     )  # fmt: skip
@@ -110,15 +110,15 @@ def switch_balanced() -> nn.Module:
 
 def bert() -> nn.Module:
     """Build a BERT whose head is its embedding, without dropout."""
-    config = hf.BertConfig(**kSizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = hf.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return hf.BertForMaskedLM(config)
 
 
 def vit() -> nn.Module:
     """Build a vision transformer over nine patches and a class token, with dropout."""
-    sizes = {key: value for key, value in kSizes.items() if key != "vocab_size"}
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
     config = hf.ViTConfig(
-        **sizes, image_size=9, patch_size=3, num_labels=kClasses, hidden_dropout_prob=0.1
+        **sizes, image_size=9, patch_size=3, num_labels=CLASSES, hidden_dropout_prob=0.1
     )
     return hf.ViTForImageClassification(config)
 
@@ -150,7 +150,7 @@ class ConvNet(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7), nn.ReLU())
         self.blocks = nn.Sequential(*(ConvBlock() for _ in range(3)))
-        self.head = nn.Linear(7, kClasses)
+        self.head = nn.Linear(7, CLASSES)
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Output:
         logits = self.head(self.blocks(self.stem(pixel_values)).mean((2, 3)))
@@ -159,7 +159,7 @@ class ConvNet(nn.Module):
 
 def text(generator: torch.Generator) -> Batch:
     """Return tokens (3, 5) that are their own labels."""
-    ids = torch.randint(1, kVocab, (3, 5), generator=generator)
+    ids = torch.randint(1, VOCAB, (3, 5), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -168,9 +168,9 @@ def translation(generator: torch.Generator) -> Batch:
     mask = torch.ones(3, 7, dtype=torch.int64)
     mask[0, -2:] = 0
     return {
-        "input_ids": torch.randint(1, kVocab, (3, 7), generator=generator),
+        "input_ids": torch.randint(1, VOCAB, (3, 7), generator=generator),
         "attention_mask": mask,
-        "labels": torch.randint(1, kVocab, (3, 5), generator=generator),
+        "labels": torch.randint(1, VOCAB, (3, 5), generator=generator),
     }
 
 
@@ -187,13 +187,13 @@ def images(generator: torch.Generator) -> Batch:
     """Return images (3, 3, 9, 9) and their classes (3,)."""
     return {
         "pixel_values": torch.randn(3, 3, 9, 9, generator=generator),
-        "labels": torch.randint(kClasses, (3,), generator=generator),
+        "labels": torch.randint(CLASSES, (3,), generator=generator),
     }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its data; `name` indexes `kCases`, so a case travels to a rank as a string."""
+    """A model and its data; `name` indexes `CASES`, so a case travels to a rank as a string."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
@@ -201,7 +201,7 @@ class Case:
     experts: str = ""  # names of the modules that hold experts, as a regular expression
 
 
-kCases: dict[str, Case] = {
+CASES: dict[str, Case] = {
     "gpt2": Case(gpt2, text),
     "llama": Case(llama, text),
     "t5": Case(t5, translation),
@@ -217,13 +217,13 @@ kCases: dict[str, Case] = {
 def build(name: str) -> nn.Module:
     """Build a case's model in training mode, the same values on every rank and in every call."""
     torch.manual_seed(1234)
-    return kCases[name].build().train()
+    return CASES[name].build().train()
 
 
 def batches(name: str, steps: int, rank: int = 0) -> list[Batch]:
     """Return one batch a step; every rank draws its own, the same in every call."""
     generator = torch.Generator().manual_seed(77 + rank)
-    return [kCases[name].batch(generator) for _ in range(steps)]
+    return [CASES[name].batch(generator) for _ in range(steps)]
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -233,5 +233,5 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def blocks_and_experts(name: str) -> list[str]:
     """Return the names of the transformer blocks, and of the modules that hold their experts."""
-    wanted = re.compile(r"\.(layers|block)\.\d+$|" + kCases[name].experts)
+    wanted = re.compile(r"\.(layers|block)\.\d+$|" + CASES[name].experts)
     return [path for path, _ in build(name).named_modules() if wanted.search(path)]

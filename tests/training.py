@@ -20,9 +20,9 @@ from zshard.flat import Flat
 from zshard.schedule import Schedule
 from zshard.wrap import schedule_of
 
-kSteps = 10
+STEPS = 10
 # Where two ways of zshard are to have the same bits: steps repeat themselves from the third on.
-kFewSteps = 4
+FEW_STEPS = 4
 Batch = TypeVar("Batch")
 
 
