@@ -181,7 +181,7 @@ class Backward:
         if not self._crew.has_peers:
             return ""
         units = self._units
-        passed = [u.index for u in units if not any(flat.full.is_come_to() for flat in u.flats)]
+        passed = [u.index for u in units if not any(f.full.will_be_reached() for f in u.flats)]
         return " ".join(map(str, passed))
 
     def _leaf_grad_arrived(self, unit: Unit) -> None:

@@ -31,7 +31,7 @@ _FAILED, _USAGE = 1, 2  # exit statuses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status.
+    """Run one command and return its exit status.
 
     0; 1 failed; 2 bad input; 130 interrupted; 143 stopped by SIGTERM.
     """
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(command: Callable[[], int | None], name: str) -> int:
-    """Runs a command, reports an error in one line, and returns the exit status."""
+    """Run a command, report an error in one line, and return the exit status."""
     try:
         return command() or 0
     except KeyboardInterrupt:

@@ -179,7 +179,7 @@ class Flight:
             self._unread = self._route.stages[stage]
 
     def _attending(self) -> contextlib.AbstractContextManager[None]:
-        """What an exception must not leave half done: others wait for it."""
+        """A context that tells the other ranks if an exception leaves it, as they wait for this."""
         return self._comm.shards.attending()
 
     def _release(self) -> None:

@@ -112,7 +112,7 @@ class FullBuffer:
                 self._watch(index)
             self._accumulators = None
 
-    def is_come_to(self) -> bool:
+    def will_be_reached(self) -> bool:
         """Whether the backward under way makes a gradient of any leaf.
 
         To be asked in one of its hooks.

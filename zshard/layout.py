@@ -1,6 +1,6 @@
 """Where every parameter lies in a unit's flat buffer, and which part of it a rank owns.
 
-The arithmetic itself is csrc/layout.h, shared with the host tests; this is its typed face.
+Offsets and sizes are csrc/layout.h's; what of them lies in a range is worked out here.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def inside_backward() -> bool:
 
 
 def calls_under_way(module: nn.Module) -> int:
-    """How often ``module`` is being called on this thread's stack: more than once, by itself."""
+    """How many calls of ``module`` are on this thread's stack; above 1 it has called itself."""
     count, frame = 0, inspect.currentframe()
     while frame is not None:
         code = frame.f_code

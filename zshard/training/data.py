@@ -107,7 +107,7 @@ class Corpus:
 
     @classmethod
     def read(cls, files: Sequence[Path], sequence: int) -> Corpus:
-        """Reads the files, one after the other.
+        """Read the files, one after the other.
 
         Args:
             files: what ``find_files`` returned.

@@ -75,7 +75,7 @@ class Attention(nn.Module):
     """Causal self-attention with rotary position embeddings (Su et al. 2021, equation 34)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Makes the projections of one block."""
+        """Make the projections of one block."""
         super().__init__()
         self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
@@ -108,13 +108,13 @@ class MLP(nn.Module):
     """Two linear layers, four times as wide in between, with a GELU."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Makes the two layers of one block."""
+        """Make the two layers of one block."""
         super().__init__()
         self.up = nn.Linear(config.width, 4 * config.width, bias=False)
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (B, T, C) to (B, T, C)."""
+        """Map (B, T, C) to (B, T, C)."""
         return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
@@ -122,7 +122,7 @@ class Block(nn.Module):
     """One pre-norm transformer block."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Makes one block."""
+        """Make one block."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
@@ -130,7 +130,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Maps (B, T, C) to (B, T, C); ``cos`` and ``sin`` are the rotary tables."""
+        """Map (B, T, C) to (B, T, C); ``cos`` and ``sin`` are the rotary tables."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         x = x + self.mlp(self.mlp_norm(x))
         return x
@@ -143,7 +143,7 @@ class GPT(nn.Module):
     sin: Tensor
 
     def __init__(self, config: GPTConfig) -> None:
-        """Makes the model with random weights from torch's default generator."""
+        """Make the model with random weights from torch's default generator."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(VOCABULARY, config.width)
@@ -194,7 +194,7 @@ def generate(
     seed: int,
     temperature: float = 0.8,
 ) -> bytes:
-    """Samples ``length`` bytes that follow ``prompt``.
+    """Sample ``length`` bytes that follow ``prompt``.
 
     A sharded model computes on all its ranks: each calls this with the same arguments, and each
     gets the same bytes, because logits and random numbers are the same everywhere.

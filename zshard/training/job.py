@@ -71,7 +71,7 @@ class Job:
     """
 
     def __init__(self, place: Place, device: str) -> None:
-        """Takes the rank's device; joins the process group where there are several ranks."""
+        """Take the rank's device; join the process group where there are several ranks."""
         self.rank = place.rank
         self.world_size = place.world_size
         self.device = torch.device(device)
@@ -104,7 +104,7 @@ class Job:
 
     @contextlib.contextmanager
     def stopped_by_sigterm(self) -> Iterator[None]:
-        """Has SIGTERM ask for a stop, at the next ``mean``; see [Note: save and stop].
+        """Have SIGTERM ask for a stop, at the next ``mean``; see [Note: save and stop].
 
         A second one asks for the same: Slurm sends it to ranks that the launcher tells as well.
         """
@@ -129,12 +129,12 @@ class Job:
         return items
 
     def leave(self) -> None:
-        """Leaves the process group; for a rank that has done all its work."""
+        """Leave the process group; for a rank that has done all its work."""
         if self.world_size > 1:
             dist.destroy_process_group()
 
     def say(self, text: str) -> None:
-        """Prints on rank 0, above the progress bar."""
+        """Print on rank 0, above the progress bar."""
         if self.rank == 0:
             tqdm.write(text)
 
@@ -149,7 +149,7 @@ class Job:
 
 
 def _follow_parent() -> None:
-    """Lets this rank be killed when the process that launched it dies, however it dies.
+    """Let this rank be killed when the process that launched it dies, however it dies.
 
     What zshard launches has done so before its imports; what torchrun launches comes here first.
     Only Linux can; elsewhere a killed launcher leaves ranks that train on.

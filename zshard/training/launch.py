@@ -50,7 +50,7 @@ class InterruptedJob(Error):
     """A signal ended the job; ``status`` is the exit status a shell expects for it."""
 
     def __init__(self, received: signal.Signals) -> None:
-        """Takes the signal that the launcher received."""
+        """Take the signal that the launcher received."""
         self.status = 128 + received
         by_hand = received != signal.SIGTERM
         super().__init__("interrupted" if by_hand else "ended by SIGTERM, and nothing was saved")
@@ -77,7 +77,7 @@ def launch(
     ranks: int,
     arguments: Sequence[str],  # of the command line, after the program's name
 ) -> int:
-    """Runs the command line on ``ranks`` processes and returns when all have ended well.
+    """Run the command line on ``ranks`` processes and return when all have ended well.
 
     Returns:
         0, or STOPPED if SIGTERM, to this process or to a rank, had them save and stop.
@@ -123,7 +123,7 @@ def launch(
 
 
 def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
-    """Runs the ranks to their ends; the exit statuses other than 0, by rank."""
+    """Run the ranks to their ends; the exit statuses other than 0, by rank."""
     # Importing the agent takes a second, and only the process that launches needs it.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -55,7 +55,7 @@ class MetricsLog:
         resumed_at: int,  # steps already taken; what an earlier run wrote after that is dropped
         scalars: Scalars | None = None,  # gets what is new, too
     ) -> None:
-        """Opens the file; creates it when it is missing.
+        """Open the file; create it when it is missing.
 
         Raises:
             InputError: for a file that cannot be read or written; it is as before.
@@ -69,14 +69,14 @@ class MetricsLog:
         self._scalars = scalars
 
     def write(self, metrics: Line) -> None:
-        """Appends one line."""
+        """Append one line."""
         self._file.write(_line(metrics))
         self._file.flush()
         if self._scalars is not None:
             self._scalars.write(metrics.step, _scalars_of(metrics))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
         if self._scalars is not None:
             self._scalars.close()
@@ -96,7 +96,7 @@ def _scalars_of(metrics: Line) -> dict[str, float | None]:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """Reads a ``metrics.jsonl``; a last line that was cut short by a crash is left out.
+    """Read a ``metrics.jsonl``; a last line that was cut short by a crash is left out.
 
     Raises:
         InputError: for a file that cannot be read, with the line.
@@ -122,7 +122,7 @@ def _parse(line: str, where: str) -> Line:
 
 
 def plot_loss(metrics: Sequence[Line], path: Path) -> None:
-    """Draws training and validation loss over the steps into a PNG file.
+    """Draw training and validation loss over the steps into a PNG file.
 
     Raises:
         InputError: for a path that cannot be written.

@@ -55,7 +55,7 @@ class Run:
     def __init__(
         self, job: Job, options: TrainOptions, corpus: Corpus, origin: Origin | None = None
     ) -> None:
-        """Builds and wraps the model; with ``origin``, takes its state and step from there."""
+        """Build and wrap the model; with ``origin``, take its state and step from there."""
         self.job, self.options, self.corpus = job, options, corpus
         torch.manual_seed(options.seed)
         plain = GPT(options.model_config()).to(job.device)
@@ -163,7 +163,7 @@ class Run:
         return out / FOLDER / f"step-{self.step:08d}"
 
     def save(self, out: Path, *, asynchronous: bool) -> None:
-        """Writes a checkpoint, after one that is still being written; every rank calls this.
+        """Write a checkpoint, after one that is still being written; every rank calls this.
 
         Raises:
             CheckpointError: for this one, or the one before; names the path.
@@ -181,7 +181,7 @@ class Run:
         )
 
     def finish_save(self) -> None:
-        """Waits for a checkpoint that is still being written."""
+        """Wait for a checkpoint that is still being written."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -250,7 +250,7 @@ def _announce(run: Run, origin: Origin | None) -> None:
 
 
 def _loop(run: Run, out: Path) -> bool:
-    """Takes the steps that are left; measures, logs and saves on the way.
+    """Take the steps that are left; measure, log and save on the way.
 
     Returns:
         Whether all were taken; otherwise SIGTERM stopped the run.
@@ -306,7 +306,7 @@ def _loop(run: Run, out: Path) -> bool:
 
 
 def _finish(run: Run, out: Path, planned: Plan | None) -> None:
-    """Draws the plot and prints a sample; holds the plan, if there is one, against the run."""
+    """Draw the plot and print a sample; hold the plan, if there is one, against the run."""
     job, options = run.job, run.options
     if job.rank == 0:
         metrics = read_metrics(out / "metrics.jsonl")

@@ -30,7 +30,7 @@ _FAILED = b"!"  # starts the note of a rank that has given up
 
 
 class Missed(RuntimeError):
-    """A rank makes no sense to be waited for any longer; says which, and why."""
+    """A rank that will not come any more was waited for; says which one, and why."""
 
 
 class Neighbours:
