@@ -1,24 +1,4 @@
-"""One order of collectives, on every rank, whatever each rank's model does.
-
-[Note: one agreed order]
-A collective meets the other ranks' by nothing but its place in the order of issue: ranks that issue
-different ones at one place hang, crash, or get wrong numbers. So none is issued that the others do
-not know of. A phase (a forward, a backward) follows a program: what it consisted of when it was run
-before, the same on every rank. A rank that does not need a gather takes part and discards.
-
-Before a phase the ranks meet: a small all-gather of what each is about to do. A rank that needs
-what its program does not have finishes the program first and then brings its need to the meeting,
-in which the others, about to begin their next phase, take part until nobody needs anything. A phase
-without a program, the first of its kind, goes from meeting to meeting, up to one at its end, where
-the ranks put together what each has needed; that is the program of the next. Once a rank has left a
-program, phases that follow one end with a meeting as well, so that a rank in need finds the others
-there, and not in a collective of the user's own. Where ranks begin different phases, or phases of
-different models, all of them raise. If it is because a forward has raised on some, only the others
-do: that ends the step there, too, and all come to the same next phase.
-
-Another model's phase cuts the forward that it begins inside of in two, each with its own program:
-ranks that are in unlike places of one would not find each other behind it.
-"""
+"""One order of collectives, on every rank; [Note: one agreed order] in program.py says how."""
 
 from __future__ import annotations
 
@@ -179,8 +159,24 @@ class Agreement:
 
         One that has gone past its own part of the program would not be found there by the others.
         """
-        if self._run.program is not None and not self._programs.is_alike(self._run.key):
+        self._run.interrupted = True
+        if self._run.program is not None and not self._is_in_step:
             self._take_part_in_the_rest()
+
+    def go_beside(self, others: Sequence[Agreement]) -> None:
+        """This phase has begun inside those of ``others``; all ranks are at this same place."""
+        every = (self, *others)
+        if others and not all(each._is_in_step for each in every):
+            for each in every:
+                if each._run.program is not None:
+                    each.ahead.discard()
+                    each._run.leave_program(range(self._comm.world))
+                    each._run.meets_at_end = True
+
+    @property
+    def _is_in_step(self) -> bool:
+        # Whether every rank needs all of the program that this phase follows.
+        return self._run.program is not None and self._programs.is_alike(self._run.key)
 
     def abort(self) -> None:
         """An exception leaves the phase; see [Note: after an exception] in backward.py."""
@@ -297,7 +293,7 @@ class Agreement:
             )
         if not run.reduces:
             self._take_part_in_the_rest()
-        run.leave_program(self._comm.place)
+        run.leave_program([self._comm.place])
 
     # --- meetings --------------------------------------------------------------------------------
 
@@ -340,6 +336,8 @@ class Agreement:
             return
         everyone: list[list[Turn]] = gathered  # type: ignore[assignment]
         self._programs.learn(run.key, everyone, run.trained, self._prefetch)
+        if run.interrupted and not self._programs.is_alike(run.key):
+            self._programs.distrust(run.key)  # its rest would have to come before its own end
 
     def forget_trained(self) -> None:
         """Parameters were frozen or unfrozen."""

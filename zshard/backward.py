@@ -117,10 +117,11 @@ class Backward:
         # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
         # gradient after the other to what is there.
         self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
-        for each in list(_BEGUN):
-            if each is not self and not each.raised:
-                each._agreement.make_way()
+        others = [each._agreement for each in _BEGUN if each is not self and not each.raised]
+        for other in others:
+            other.make_way()
         self._meet(self._about(first, forward))
+        self._agreement.go_beside(others)
         self._crew.turn_to(Phase.BACKWARD)
         self._note_models_beside()
         self.forwards.note_backward()
@@ -302,10 +303,8 @@ class Backward:
             StateError: inside a forward or backward.
         """
         if self._crew.phase is not Phase.IDLE and not self.raised:
-            raise StateError(
-                f"{name}: requires_grad cannot change inside a forward or backward; change it "
-                "between steps"
-            )
+            what = "requires_grad cannot change inside a forward or backward"
+            raise StateError(f"{name}: {what}; change it between steps")
         self._trained_changed = True
 
     def _settle_trained(self) -> None:

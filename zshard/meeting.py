@@ -1,4 +1,4 @@
-"""What ranks tell each other when they meet; see [Note: one agreed order] in agreement.py."""
+"""What ranks tell each other when they meet; see [Note: one agreed order] in program.py."""
 
 from __future__ import annotations
 

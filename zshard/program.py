@@ -1,4 +1,27 @@
-"""Programs: the collectives of a phase, in the order in which every rank issues them."""
+"""Programs: the collectives of a phase, in the order in which every rank issues them.
+
+[Note: one agreed order]
+A collective meets the other ranks' by nothing but its place in the order of issue: ranks that issue
+different ones at one place hang, crash, or get wrong numbers. So none is issued that the others do
+not know of. A phase (a forward, a backward) follows a program: what it consisted of when it was run
+before, the same on every rank. A rank that does not need a gather takes part and discards.
+
+Before a phase the ranks meet: a small all-gather of what each is about to do. A rank that needs
+what its program does not have finishes the program first and then brings its need to the meeting,
+in which the others, about to begin their next phase, take part until nobody needs anything. A phase
+without a program, the first of its kind, goes from meeting to meeting, up to one at its end, where
+the ranks put together what each has needed; that is the program of the next. Once a rank has left a
+program, phases that follow one end with a meeting as well, so that a rank in need finds the others
+there, and not in a collective of the user's own. Where ranks begin different phases, or phases of
+different models, all of them raise. If it is because a forward has raised on some, only the others
+do: that ends the step there, too, and all come to the same next phase.
+
+Another model's phase cuts the forward that it begins inside of in two, each with its own program:
+ranks that are in unlike places of one would not find each other behind it.
+
+A backward that begins inside another model's follows a program only if that does too, and every
+rank needs all of both; else both go from meeting to meeting, in whatever order autograd has.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +70,7 @@ class Run:
         ready_on: where there is no program, unit -> the places of those on which it is.
         reduced: units that were reduced in it.
         aborted: whether this rank has left it by an exception.
+        interrupted: whether another model's backward has begun inside of it, a backward.
         paused: whether another model's phase is under way inside of it, a forward.
         cuts: how many were before; needed_before: what this rank has needed before the last.
     """
@@ -63,6 +87,7 @@ class Run:
     ready_on: dict[int, set[int]] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
     aborted: bool = False
+    interrupted: bool = False
     paused: bool = False
     cuts: int = 0
     needed_before: list[Turn] = field(default_factory=list)
@@ -86,14 +111,14 @@ class Run:
         self._at += 1
         return self.program[self._at - 1]
 
-    def leave_program(self, place: int) -> None:
+    def leave_program(self, places: Iterable[int]) -> None:
         """Go on from meeting to meeting; what reduces brings all that is ready to them.
 
         Args:
-            place: of this rank.
+            places: of the ranks that are as far as this one.
         """
         if self.reduces:
-            self.ready_on = {unit: {place} for unit in self.ready}
+            self.ready_on = {unit: set(places) for unit in self.ready}
             self.follows, self.meets_at_end = False, True
         self.program, self.to_be_learned = None, True
 
