@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from steps import mean_gradient
 from torch import Tensor, nn
@@ -73,6 +74,11 @@ def jointly(
             drawn = own.choice([(0, 1, 2), (1,), (2, 0)])  # few, so that they come again
             order = drawn if name in routed and step > 1 else (0, 1, 2)
             plain[name].order = wrapped[name].order = order
+        with zshard.no_sync(wrapped["a"]), zshard.no_sync(wrapped["b"]):
+            if step % 3 == 2:  # a micro-batch of the same kind goes before
+                loss(wrapped["a"], wrapped["b"], x).backward()
+                loss(plain["a"], plain["b"], x).backward()
+                dist.all_reduce(torch.zeros(1))  # the script's own finds every rank outside
         for models in (plain, wrapped):
             loss(models["a"], models["b"], x).backward()
         for name in plain:

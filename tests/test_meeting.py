@@ -21,12 +21,19 @@ class Member:
 
     def __init__(self) -> None:
         self.itself = self
+        self.told: list[str] = []
 
     def serve(self, mine: Message, messages: Sequence[Message]) -> None:
         raise AssertionError
 
     def forgo_learning(self) -> None:
         raise AssertionError
+
+    def pause(self) -> None:
+        self.told.append("pause")
+
+    def go_on(self) -> None:
+        self.told.append("go on")
 
 
 class Alone:
@@ -49,6 +56,21 @@ def test_models_may_be_collected_at_any_moment_of_a_meeting() -> None:
                 assert (told.model, told.ask) == (number, Ask.CALL)
     finally:
         gc.set_threshold(*before)
+
+
+def test_the_innermost_forward_is_told_of_phases_inside_it_and_none_that_has_ended() -> None:
+    meetings, outer, inner, other = Meetings(), Member(), Member(), Member()
+    for member in (outer, inner, inner):  # whose first forward an exception has left
+        meetings.enter_forward(member)
+    meetings.pause(other)
+    meetings.pause(inner)
+    meetings.go_on(other)
+    meetings.leave_forward(inner)
+    meetings.pause(other)
+    assert (outer.told, inner.told) == (["pause"], ["pause", "go on"])
+    meetings.leave_forward(outer)
+    meetings.pause(other)
+    assert outer.told == ["pause"]
 
 
 def deleted_early(rank: int, world_size: int, comm: str) -> list[object]:

@@ -169,7 +169,6 @@ class Agreement:
         if others and not all(each._is_in_step for each in every):
             for each in every:
                 if each._run.program is not None:
-                    each.ahead.discard()
                     each._run.leave_program(range(self._comm.world))
                     each._run.meets_at_end = True
 
