@@ -80,6 +80,77 @@ def test_torchs_optimizer_steps_with_the_clipped_gradients() -> None:
         assert expected.norms[0] > LIMIT, "nothing was clipped"
 
 
+def in_fp64(
+    rank: int, world_size: int, norm_type: float, whole: bool, huge: float
+) -> list[tuple[Tensor, Tensor]]:
+    """The norm and the clipped gradients of an fp64 model, and a plain model's."""
+
+    def loss_of(model: torch.nn.Module, rank: int) -> Tensor:
+        batch = models.batches("blocks", 1, rank)[0].double()
+        return (model(batch) * huge).square().mean()
+
+    model, plain = zshard.wrap(models.build("blocks").double()), models.build("blocks").double()
+    for each in range(world_size):
+        (loss_of(plain, each) / world_size).backward()
+    loss_of(model, rank).backward()
+    target = model if whole else [p for n, p in model.named_parameters() if "inlet" not in n]
+    theirs = [p for n, p in plain.named_parameters() if whole or "inlet" not in n]
+    pairs = [
+        (
+            zshard.clip_grad_norm_(target, LIMIT, norm_type),
+            torch.nn.utils.clip_grad_norm_(theirs, LIMIT, norm_type),
+        )
+    ]
+    for name, parameter in plain.named_parameters():
+        grad = zshard.full_grad(model, name)
+        assert grad is not None and parameter.grad is not None
+        pairs.append((grad, parameter.grad))
+    return pairs
+
+
+@pytest.mark.parametrize("huge", [1.0, 1e30])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_an_fp64_model_is_clipped_in_fp64(norm_type: float, whole: bool, huge: float) -> None:
+    for pairs in run_ranks(in_fp64, 2, norm_type, whole, huge):
+        for actual, expected in pairs:
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+
+
+class TwoDtypes(torch.nn.Module):
+    """An fp32 layer whose output an fp64 parameter scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(3, 5)
+        self.scale = torch.nn.Parameter(torch.rand(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:  # x (B, 3) -> (B, 5) fp64
+        return self.layer(x) * self.scale
+
+
+def test_a_factor_in_fp64_serves_the_fp32_parameters_of_a_fused_optimizer_too() -> None:
+    trained = []
+    for kind in (zshard.AdamW, torch.optim.AdamW):
+        wrapped = kind is zshard.AdamW
+        model = zshard.wrap(TwoDtypes()) if wrapped else TwoDtypes()
+        optimizers = [kind(model.layer.parameters()), torch.optim.SGD([model.scale], 0.1)]
+        for batch in models.batches("blocks", 3):
+            model(batch).square().mean().backward()
+            if wrapped:
+                norm = zshard.clip_grad_norm_(model, LIMIT)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        state = zshard.state_dict(model) if wrapped else model.state_dict()
+        trained.append({**state, "norm": norm})
+    for name, expected in trained[1].items():
+        torch.testing.assert_close(trained[0][name], expected, rtol=1e-6, atol=0, msg=name)
+
+
 def run(clip: tuple[float, float] | None) -> Record:
     model = zshard.wrap(models.build("blocks"))
     record = train(Wrapped(model), adamw(model), models.batches("blocks", STEPS), clip=clip)
@@ -213,8 +284,8 @@ def test_the_ranks_agree_on_every_norm_though_one_has_looked_in_between(norm_typ
     assert first[1:] == pytest.approx([0.2, 0.05], rel=1e-4)
 
 
-def test_a_limit_on_another_device_is_taken_in_fp32_and_not_waited_for() -> None:
-    limit, shown = _largest(torch.ones(1, dtype=torch.float64, device="meta"))
+def test_a_limit_on_another_device_is_taken_in_the_norms_dtype_and_not_waited_for() -> None:
+    limit, shown = _largest(torch.ones(1, dtype=torch.float64, device="meta"), torch.float32)
     assert isinstance(limit, Tensor) and limit.dtype == torch.float32 and limit.ndim == 0
     assert shown is None
 

@@ -39,7 +39,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is infinite or NaN.
 
     Returns:
-        The norm before clipping, 0-d fp32, the same on every rank.
+        The norm before clipping, 0-d, the same on every rank: fp32, or fp64 where any of the
+        parameters is, in which the factor is computed then as well.
 
     Raises:
         InputError: parameters of no wrapped model, or of several; a norm_type that is not positive,
@@ -50,7 +51,9 @@ def clip_grad_norm_(
         WrapError: if the model is not wrapped.
     """
     schedule, params = _resolve(model_or_params)
-    max_norm, shown = _largest(max_norm)
+    wide = any(param.dtype == torch.float64 for param in params)
+    dtype = torch.float64 if wide else torch.float32
+    max_norm, shown = _largest(max_norm, dtype)
     try:
         norm_type = float(norm_type)
     except (TypeError, ValueError):
@@ -61,7 +64,7 @@ def clip_grad_norm_(
     reducer = schedule.reducer
     everything = reducer.covers(params)
     known = reducer.sum_of_squares if everything and norm_type == 2.0 else None
-    norm = _norm(schedule, params, float(norm_type)) if known is None else known.sqrt().float()
+    norm = (_norm(schedule, params, norm_type) if known is None else known.sqrt()).to(dtype)
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise StateError(
             f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "
@@ -80,12 +83,12 @@ def clip_grad_norm_(
     return norm
 
 
-def _largest(max_norm: object) -> tuple[float | torch.Tensor, float | None]:
+def _largest(max_norm: object, dtype: torch.dtype) -> tuple[float | torch.Tensor, float | None]:
     """``max_norm`` to compute with, and to show; None for one that the host would wait for."""
     if isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1:
         max_norm = max_norm.detach().reshape(())
         if not max_norm.is_cpu:
-            return max_norm.float(), None
+            return max_norm.to(dtype), None
     elif isinstance(max_norm, torch.Tensor) or not isinstance(max_norm, SupportsFloat):
         raise InputError(f"max_norm={max_norm!r}: expected a number")
     value = float(max_norm)
@@ -116,7 +119,7 @@ def _resolve(
 
 
 def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
-    """The p-norm of the parameters' gradients over all ranks, 0-d fp32."""
+    """The p-norm of the parameters' gradients over all ranks, 0-d fp64."""
     scale = schedule.reducer.grad_scale
     pending = 1.0 if scale is None else scale.double()
     powers = []
@@ -147,4 +150,4 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
         schedule.comm.all_reduce(total, tag, over, maximum=math.isinf(p)).wait()
         if math.isinf(p):
             total = total[:1].masked_fill(total[1:] > 0, math.nan)
-    return (total if math.isinf(p) else total.pow(1.0 / p))[0].float()
+    return (total if math.isinf(p) else total.pow(1.0 / p))[0]

@@ -117,6 +117,8 @@ class FusedOptimizer(Optimizer):
             return
         schedule = kind.schedule
         grad_scale = None if schedule is None else schedule.reducer.grad_scale
+        if grad_scale is not None:
+            grad_scale = grad_scale.float()  # fp64 where other parameters of the model are
         with nullcontext() if schedule is None else schedule.crew.doing("step", schedule.root):
             batch.refresh(hypers, active)
             batch.before_write()

@@ -238,9 +238,10 @@ class Reducer:
         return any(any(flat.grads.present) for flat in self.all_flats)
 
     def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
-        """Defer a multiplication of the gradients by ``factor``, 0-d fp32, until they are read.
+        """Defer a multiplication of the gradients by ``factor`` until they are read.
 
         Args:
+            factor: 0-d fp32, or fp64 where any parameter is.
             unscales: this is the inverse of a loss scale; see ``Gradients.before_access``.
         """
         if self._sum_of_squares is not None:
