@@ -148,7 +148,7 @@ class Gradients:
         self._apply_scale(index)
 
     def before_look(self, index: int) -> torch.Tensor | None:
-        """As ``before_access``, but leaves the shard; (1,) fp32, the factor still to be applied."""
+        """As ``before_access``, but leaves the shard; (1,), the factor still to be applied."""
         if self.is_held_back(index):
             self.before_access(index)
         self._refuse_fp16(index)

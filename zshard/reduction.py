@@ -228,7 +228,7 @@ class Reducer:
         if self.grad_scale is not None:
             for flat in self.all_flats:
                 if any(flat.grads.present):
-                    flat.grads.owned().mul_(self.grad_scale)
+                    flat.grads.owned().mul_(self.grad_scale.to(flat.dtypes.master))
             self.grad_scale, self.unscales = None, False
 
     @property
