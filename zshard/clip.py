@@ -124,12 +124,12 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
     pending = 1.0 if scale is None else scale.double()
     powers = []
     for param in params:
-        begin, end, _ = param.flat.local(param.segment)
-        # What every rank has whole (ddp) counts once.
-        counts = schedule.comm.rank == 0 or not param.flat.strategy.replicated
-        if counts and has_grad(param) and begin < end:
+        flat = param.flat
+        # Of this rank's shard, also where it has more: the terms are the same for every strategy.
+        begin, end, _ = flat.layout.local(param.segment, flat.shard)
+        if has_grad(param) and begin < end:
             # Not param.grad, which would apply the pending factor to all gradients.
-            grad = param.flat.grads.owned()[begin:end]
+            grad = flat.grads.shard()[begin:end]
             if p == 2.0:
                 stats = torch.empty(2, dtype=torch.float64, device=grad.device)
                 ops.reduce_(grad, grad[None], stats=stats)
