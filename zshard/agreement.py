@@ -99,7 +99,8 @@ class Agreement:
         if self._run.to_be_learned:
             self._learn()
         if ask is Ask.CALL and len({message.about for message in messages}) > 1:
-            self._refuse(label)
+            self.forgo_learning()
+            refuse(self._comm, label)
         if len({message.trained for message in messages}) > 1:
             refuse_trained(self._comm, names)
         key = (ask, mine.trained, *(message.about for message in messages))
@@ -152,7 +153,14 @@ class Agreement:
                     self._reduce(unit)
             if run.to_be_learned:
                 self._learn()
+        elif not run.reduces and run.key[:1] != (Ask.RENEW,):
+            self._meetings.open = True
         run.end()
+
+    def settle(self) -> None:
+        """Before parameters change: meet ranks that may still need them as they were."""
+        if self._meetings.open and self._crew.has_peers:
+            self._meet(Message(self.number, Ask.END), "a change of parameters")
 
     def make_way(self) -> None:
         """Let another model's phase begin inside this one, where ranks may need unlike things.
@@ -181,7 +189,7 @@ class Agreement:
         """An exception leaves the phase; see [Note: after an exception] in backward.py."""
         self._run.aborted = True
         if self._run.key[:1] in ((Ask.FORWARD,), (Ask.GO_ON,)):
-            self._meetings.left = True
+            self._meetings.left = self._meetings.open = True
 
     def abandon(self) -> None:
         """Forget what is left of a phase that was aborted."""
@@ -258,9 +266,7 @@ class Agreement:
 
     def _advance(self) -> None:
         """Reduce what the program has next, as far as it is ready."""
-        while (turn := self._run.next) is not None:
-            if turn.op is Op.GATHER or turn.unit not in self._run.ready:
-                return
+        while (turn := self._run.next) and turn.op is Op.REDUCE and turn.unit in self._run.ready:
             self._reduce(self._run.take().unit)
 
     def _take_part(self) -> None:
@@ -341,7 +347,3 @@ class Agreement:
     def forget_trained(self) -> None:
         """Parameters were frozen or unfrozen."""
         self._names = ""
-
-    def _refuse(self, label: str) -> None:
-        self.forgo_learning()
-        refuse(self._comm, label)

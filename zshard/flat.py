@@ -68,8 +68,10 @@ class Flat:
         self._locals = tuple(self.layout.local(i, self.owned) for i in range(len(params)))
         # The schedule's: called before a parameter is frozen or unfrozen.
         self.before_set_trained: Callable[[str], None] = lambda name: None
-        # The unit's: called before the master is written, which a gather under way may be sending.
-        self.before_write: Callable[[], None] = lambda: None
+        # The agreement's: called before the master is written, which other ranks may still need.
+        self.before_change: Callable[[], None] = lambda: None
+        # The unit's: called before what a gather under way may be sending is written.
+        self.before_send_written: Callable[[], None] = lambda: None
         # Updates': called when a parameter has got a value that all ranks have to give alike.
         self.on_whole_value: Callable[[int, torch.Tensor], None] = lambda index, whole: None
         self.version = 0  # of the master's values: how often they were changed
@@ -195,8 +197,17 @@ class Flat:
     def refresh_send(self) -> None:
         """Update what is sent, if the master is newer."""
         if self.master.stale:
-            self.before_write()
+            self.before_send_written()
         self.master.refresh()
+
+    def before_write(self) -> None:
+        """Wait for those who still read the master, which is about to be written.
+
+        Raises:
+            MismatchError: on every rank, if others do not come to a change of parameters.
+        """
+        self.before_change()
+        self.before_send_written()
 
     def before_slices(self, storages: set[int]) -> None:
         """Prepare for writes to parts of some storages: the master's, the gradients', or others."""

@@ -77,10 +77,11 @@ class Meetings:
 
     Attributes:
         left: whether this rank has left a forward by an exception, and begun nothing since.
+        open: whether this rank has ended a phase that others may still be in, and may need more of.
     """
 
     def __init__(self) -> None:
-        self.left = False
+        self.left = self.open = False
         self._forwards: list[Member] = []  # in which one is under way, the outermost first
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
         self._joined = 0
@@ -126,6 +127,7 @@ class Meetings:
             MismatchError: as ``refuse_but_who_left`` and ``refuse_deleted``.
         """
         tag = Tag(step, "agree", "root", label)
+        self.open = False
         while True:
             members = dict(self._members.items())  # none goes before it has served
             mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))

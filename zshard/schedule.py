@@ -86,6 +86,7 @@ class Schedule:
         for flat in self.flats:
             flat.schedule = self
             flat.before_set_trained = self.backward.before_set_trained
+            flat.before_change = self.agreement.settle
         self.forward = ForwardHooks(self)
         LIVE.add(self)
 

@@ -90,7 +90,7 @@ class Unit:
             flat.unit_label = self.label
             pool.ledger.add("parameters", flat.copy.nbytes)
             pool.ledger.add("master", flat.master.nbytes)
-            flat.before_write = partial(self._before_write, flat)
+            flat.before_send_written = partial(self._before_send_written, flat)
             if flat.resident is not None:
                 flat.attach(flat.resident, self._arrivals_of(flat))
 
@@ -243,7 +243,7 @@ class Unit:
             self._gathers[-1].wait()  # which an exception may leave, to be waited for again
             self._gathers.pop()
 
-    def _before_write(self, flat: Flat) -> None:
+    def _before_send_written(self, flat: Flat) -> None:
         self._finish_gathers()
         if flat.needs_gather:
             self._comm.reclaim(flat.sent, Tag(self._last_gather.step, "step", self.label))
