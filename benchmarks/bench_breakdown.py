@@ -22,11 +22,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from contestants import MAKERS, Contestant, Setting, Variant, make_zshard
+from contestants import MAKERS, Contestant, make_zshard
 from environment import describe, headline, write_json
 from protocol import Effort, Ratio, median_ratio
 from rank_group import run_ranks
+from setting import Setting
 from tqdm import tqdm
+from variant import Variant
 
 from zshard import ops
 from zshard.comm import Comm
@@ -241,18 +243,17 @@ def rank_main(settings: list[Setting], effort: Effort, variant: Variant) -> dict
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
-    several = {"nargs": "+"}
     parser.add_argument(
-        "--model", choices=[*SIZES], default=["25m", "100m"], help="default: 25m 100m", **several
+        "--model", choices=[*SIZES], default=["25m", "100m"], help="default: 25m 100m", nargs="+"
     )
     parser.add_argument(
-        "--tokens", type=int, default=[128, 1024], help="of a rank; default: 128 1024", **several
+        "--tokens", type=int, default=[128, 1024], help="of a rank; default: 128 1024", nargs="+"
     )
     parser.add_argument(
         "--precision",
         choices=["fp32", "bf16", "bf16/bf16"],
         default=["fp32", "bf16/bf16"],
-        **several,
+        nargs="+",
     )
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--comm", choices=["group", "peer"], default="group", help="default: group")

@@ -19,12 +19,13 @@ from typing import NamedTuple, cast
 import contestants
 import torch
 from command import check, positive
-from contestants import MAKERS, Contestant, Setting, Variant, make_zshard
+from contestants import MAKERS, Contestant, make_zshard
 from environment import describe, headline, write_json
 from protocol import aligned
 from rank_group import run_ranks
-from setting import TOLERANCE
+from setting import TOLERANCE, Setting
 from traffic import Traffic
+from variant import Variant
 
 from zshard.training.gpt import SIZES
 from zshard.transports.groups import chunk_rows
@@ -100,15 +101,14 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     parser = argparse.ArgumentParser(
         program, "%(prog)s [options]", cast("str", __doc__).splitlines()[0]
     )
-    several = {"nargs": "+"}
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--model", choices=SIZES, default=["25m"], help="default: 25m", **several)
+    parser.add_argument("--model", choices=SIZES, default=["25m"], help="default: 25m", nargs="+")
     parser.add_argument("--tokens", type=positive, default=128, help="of a rank; default: 128")
     parser.add_argument(
-        "--precision", choices=TOLERANCE, default=list(TOLERANCE), help="default: all", **several
+        "--precision", choices=TOLERANCE, default=list(TOLERANCE), help="default: all", nargs="+"
     )
     parser.add_argument(
-        "--ranks", type=positive, default=[8], help="N, simulated; default: 8", **several
+        "--ranks", type=positive, default=[8], help="N, simulated; default: 8", nargs="+"
     )
     parser.add_argument(
         "--zshard", metavar="VARIANT,...", default="zero3", help="as of zshard bench step"

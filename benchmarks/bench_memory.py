@@ -167,19 +167,18 @@ def table(case: str, reports: Sequence[dict[str, object]]) -> str:
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
-    several = {"nargs": "+"}
     parser.add_argument(
-        "--model", choices=[*SIZES], default=["25m", "100m"], help="default: 25m 100m", **several
+        "--model", choices=[*SIZES], default=["25m", "100m"], help="default: 25m 100m", nargs="+"
     )
     parser.add_argument(
-        "--tokens", type=int, default=[128], help="of a rank; default: 128", **several
+        "--tokens", type=int, default=[128], help="of a rank; default: 128", nargs="+"
     )
     parser.add_argument(
         "--precision",
         choices=["fp32", "bf16", "bf16/bf16"],
         default=["fp32"],
         help="default: fp32",
-        **several,
+        nargs="+",
     )
     parser.add_argument(
         "--against", choices=PEERS, default=list(PEERS), nargs="*", help="none: zshard alone"

@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         failed = True
         refused.append(f"FAILED: ended by SIGTERM in {case.name}; what follows it was not run")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # no longer: what is there is written next
-    print(table(results, unit=1e-3), shares(results), *refused, sep="\n\n")
+    print(table(results), shares(results), *refused, sep="\n\n")
     print(f"{effort.rounds} rounds after {effort.warmups} warm-ups. {_NOT_RUN}")
     if arguments.quick:
         print(LOOK)

@@ -21,12 +21,14 @@ from typing import Literal
 import bench_machine
 import torch
 import torch.distributed as dist
-from contestants import Setting, Variant, make_zshard
+from contestants import make_zshard
 from environment import describe, headline, stolen, write_json
 from protocol import Effort, Ratio, median_ratio
 from rank_group import run_ranks
+from setting import Setting
 from tabulate import tabulate
 from tqdm import tqdm
+from variant import Variant
 
 import zshard
 from zshard.training.gpt import SIZES

@@ -25,7 +25,7 @@ import network
 import torch
 import torch.distributed as dist
 from command import LOOK, check, make_parser, positive, write
-from contestants import MAKERS, Contestant, Variant, make_zshard
+from contestants import MAKERS, Contestant, make_zshard
 from environment import describe, headline
 from peers import PEERS, choose
 from protocol import NULL, Effort, Result, table
@@ -33,6 +33,7 @@ from rank_group import keep, run_ranks
 from setting import TOLERANCE, Setting
 from step_report import as_json, summary
 from tqdm import tqdm
+from variant import Variant
 
 from zshard.training.gpt import SIZES
 

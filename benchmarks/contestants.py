@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from setting import TOLERANCE, UNITS, Setting, loss_of
+from setting import TOLERANCE, Setting, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -32,8 +32,6 @@ from variant import DTYPES, Variant
 
 import zshard
 from zshard.tracing.trace import Trace
-
-__all__ = ["MAKERS", "UNITS", "Contestant", "Setting", "Variant", "make_zshard"]
 
 _LR, _MAX_NORM = 1e-3, 1.0
 

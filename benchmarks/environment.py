@@ -56,7 +56,7 @@ def describe(device: torch.device) -> dict[str, object]:
     facts: dict[str, object] = {
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
-        "zshard": getattr(zshard, "__version__", "0.1.0"),
+        "zshard": zshard.__version__,
         "extension": dict(_C.build_info()),
         "isa": os.environ.get("ZSHARD_ISA", "auto"),
         "python": platform.python_version(),

@@ -254,27 +254,20 @@ class _Runner:
         return taken / (self._repeats * self._replays)
 
 
-def table(results: Iterable[Result], peers: Sequence[str] = (), unit: float = 1e-3) -> str:
-    """A line for each case and peer: times, the ratio with its interval, the verdict.
-
-    Args:
-        peers: sides that come first; the others follow in their own order.
-        unit: seconds a printed time counts in.
-    """
-    suffix = {1e-3: "ms", 1e-6: "us", 1.0: "s"}[unit]
-    columns = ["case", "against", f"ours {suffix}", "min", f"theirs {suffix}", "min"]
+def table(results: Iterable[Result]) -> str:
+    """A line for each case and peer: times, the ratio with its interval, the verdict."""
+    columns = ["case", "against", "ours ms", "min", "theirs ms", "min"]
     rows, notes = [], []
     for result in results:
-        names = list(result.seconds)[1:]
         own = result.seconds[result.first]
-        for name in sorted(names, key=lambda n: list(peers).index(n) if n in peers else len(peers)):
+        for name in list(result.seconds)[1:]:
             theirs, ratio = result.seconds[name], result.ratio(name)
             times = (statistics.median(own), min(own), statistics.median(theirs), min(theirs))
             rows.append(
                 [
                     result.case,
                     name,
-                    *(f"{time / unit:.3f}" for time in times),
+                    *(f"{time * 1e3:.3f}" for time in times),
                     f"{ratio.median:.2f}",
                     ratio.interval,
                     f"{result.null.spread:.3f}",

@@ -12,6 +12,7 @@ from zshard.training.gpt import GPT, SIZES, VOCABULARY, GPTConfig
 
 UNITS = 48  # of the model that measures the host's overhead
 _TINY_WIDTH = 16
+_BATCHES = 4
 
 # Relative, of the losses.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "bf16/bf16": 2e-2}
@@ -22,7 +23,7 @@ class Setting:
     """What is trained, and how.
 
     Args:
-        model: a size of zshard.gpt, or "units": 48 tiny ones.
+        model: a size of zshard.training.gpt, or "units": 48 tiny ones.
         tokens: of one sequence, the batch of a rank and step.
         precision: "fp32"; "bf16", which reduces in fp32; or "bf16/bf16", which reduces in bf16.
     """
@@ -51,13 +52,13 @@ class Setting:
             layers, width, heads = SIZES[self.model]
             return GPT(GPTConfig(layers, width, heads, context=self.tokens))
 
-    def batches(self, rank: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets of ``count`` steps, of this rank's own."""
+    def batches(self, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets of some steps, of this rank's own."""
         generator = torch.Generator().manual_seed(rank + 1)
         if self.model == "units":
-            x = torch.randn(count, 2, self.tokens, _TINY_WIDTH, generator=generator)
+            x = torch.randn(_BATCHES, 2, self.tokens, _TINY_WIDTH, generator=generator)
         else:
-            x = torch.randint(VOCABULARY, (count, 2, 1, self.tokens), generator=generator)
+            x = torch.randint(VOCABULARY, (_BATCHES, 2, 1, self.tokens), generator=generator)
         return [(pair[0], pair[1]) for pair in x.to(self.device)]
 
 

@@ -40,11 +40,6 @@ def over_compute(result: Result) -> dict[str, Ratio]:
     return {n: median_ratio(s, base) for n, s in result.seconds.items() if n != "compute"}
 
 
-def exposed(result: Result) -> dict[str, float]:
-    """Seconds a step that the host waits for collectives, for those who count it."""
-    return _by_name(result, "exposed_s")
-
-
 def _by_name(result: Result, figure: str) -> dict[str, float]:
     found = result.extra.get(figure, {})
     assert isinstance(found, dict)
@@ -56,7 +51,7 @@ def summary(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
         host = overheads(result) if "plain" in result.seconds else {}
-        over, waits = over_compute(result), exposed(result)
+        over, waits = over_compute(result), _by_name(result, "exposed_s")
         sent = _by_name(result, "sent_bytes")
         for name in over or host:
             cells = [""] * 5

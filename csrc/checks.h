@@ -1,5 +1,5 @@
 // What an op's arguments must be. Every failure throws a std::runtime_error that begins with
-// "zshard::<op>", gives the offending values and says what to do; zshard/ops.py turns it into
+// "zshard::<op>", gives the offending values and says what to do; zshard/op_call.py turns it into
 // zshard.errors.InputError.
 #pragma once
 

@@ -171,7 +171,9 @@ def test_the_peak_of_the_sum_is_of_one_time_and_not_the_sum_of_peaks() -> None:
 
 
 def test_what_takes_the_place_of_a_slot_grows_without_both_being_there() -> None:
-    pool = Pool(1, torch.device("cpu"))
+    pool = Pool(
+        1, torch.device("cpu"), lambda n, dtype: torch.empty(n, dtype=dtype), lambda _: None
+    )
     for nbytes in (100, 250, 50):
         pool.discard(nbytes)
         assert pool.ledger.now["full_buffers"] == pool.slot_bytes
@@ -179,7 +181,9 @@ def test_what_takes_the_place_of_a_slot_grows_without_both_being_there() -> None
 
 
 def test_a_reduce_buffer_that_grows_takes_the_place_of_the_smaller_one() -> None:
-    pool = Pool(1, torch.device("cpu"))
+    pool = Pool(
+        1, torch.device("cpu"), lambda n, dtype: torch.empty(n, dtype=dtype), lambda _: None
+    )
     for nbytes in (100, 250, 50):
         pool.reserve_scratch({"packed": nbytes, "chunks": 0})
         pool.scratch("packed", nbytes)

@@ -33,6 +33,8 @@ from .whole import full_grad, full_param, full_params, local_shards, mark_update
 from .whole_state import state_dict
 from .wrap import wrap
 
+__version__ = "0.1.0"
+
 __all__ = [
     "SGD",
     "Adam",

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from . import _C, bench
+from . import _C, __version__, bench
 from .checkpoint.command import add_ckpt, run_ckpt
 from .errors import CommError, Error, InputError
 from .planning.command import add_plan, run_plan
@@ -245,6 +245,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def _info() -> str:
     build = _C.build_info()
     facts: dict[str, object] = {
+        "zshard": __version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "torch's CUDA": torch.version.cuda or "none: a CPU build",

@@ -30,7 +30,6 @@ from .transports.transport import (
     Transport,
     agree_on_transport,
     asked_for,
-    meet_in_one_place,
     neighbours_of,
     over_memory,
 )
@@ -120,10 +119,6 @@ class Comm:
         """Go on through the process group, and hold no memory of other ranks any more."""
         self.shards.leave()
         self.shards = self._in_group
-
-    def settle(self) -> None:
-        """The model is wrapped, on all ranks."""
-        meet_in_one_place(self.shards)
 
     def named_errors(self, op: str, tag: Tag) -> NamedErrors:
         """A context in which a backend's error becomes a CommError naming ``op`` and ``tag``."""

@@ -77,7 +77,7 @@ def _alias(
         assert isinstance(result, torch.Tensor)
         # What a parameter shares its version counter with is no inference tensor, nor is it one.
         with torch.inference_mode(False):
-            alias = _wrapped(result, of)
+            alias = of.like(result)
     flat = of.flat
     (flat.grads.objects.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
     return alias
@@ -229,8 +229,7 @@ def _cut_alike(
 def _memory(sharded: Sharded) -> tuple[object, ...]:
     """Which memory it is, alike for its aliases; on a rank that has no element of it, too."""
     local = sharded._local
-    own = None if local is None else local.untyped_storage()._cdata
-    return sharded.flat, sharded.segment, own
+    return sharded.flat, sharded.segment, None if local is None else storage_of(local)
 
 
 def _computed_together(
@@ -299,12 +298,6 @@ def _wrap_like(sharded: list[Sharded]) -> Callable[[object], object]:
     in_order = iter(sharded)
 
     def wrap(x: object) -> object:
-        return _wrapped(x, next(in_order, sharded[0])) if isinstance(x, torch.Tensor) else x
+        return next(in_order, sharded[0]).like(x) if isinstance(x, torch.Tensor) else x
 
     return wrap
-
-
-def _wrapped(local: torch.Tensor, like: Sharded) -> Sharded:
-    masters = (like.flat.dtypes.master, like.flat.dtypes.reduce)
-    dtype = None if local.dtype in masters else local.dtype
-    return Sharded(local, like.flat, like.segment, dtype=dtype)

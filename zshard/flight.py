@@ -178,10 +178,6 @@ class Flight:
             self._handle = self._comm.exchange(bytes_out, bytes_in, dtype, self._tag, over)
             self._unread = self._route.stages[stage]
 
-    def _attending(self) -> contextlib.AbstractContextManager[None]:
-        """A context that tells the other ranks if an exception leaves it, as they wait for this."""
-        return self._comm.shards.attending()
-
     def _release(self) -> None:
         """Let the others write again what was summed, or will not be."""
         stage, self._unread = self._unread, None
@@ -194,7 +190,7 @@ class Flight:
             assert self._handle is not None
             self._handle.wait()
             if index + 1 < len(stages):
-                with self._attending():
+                with self._comm.shards.attending():
                     with self._comm.summing(self._tag):
                         _sum(stages[index + 1].sent, stage.chunks)
                     self._release()
@@ -203,7 +199,7 @@ class Flight:
         accumulate = grads.prepare_sum()
         shard = grads.shard()
         piece = self._flat.layout.piece(replicas.rank).of(shard)
-        with self._attending():
+        with self._comm.shards.attending():
             with self._comm.summing(self._tag):
                 _sum(piece, self._route.last, self._route.scale_sum, accumulate, self._stats)
             self._release()

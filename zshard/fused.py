@@ -16,13 +16,13 @@ import torch
 from torch.optim import Optimizer
 
 from .batches import Batch, Hyper, Kind, batches_of, has_grad
-from .copies import refuse_parameters_of_a_copy
 from .errors import OptimizerError
 from .flat import Flat
 from .leaf import LiveLeaf
 from .optim_states import as_sharded, check_fits, sharded_like, slice_of, with_step
 from .param import Sharded
 from .schedule import LIVE, Schedule
+from .stand_ins import refuse_parameters_of_a_copy
 from .updates import note_states, note_step
 
 Saved = Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]  # parameters and their states

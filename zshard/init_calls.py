@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .comm import Comm
 from .errors import InputError
 from .param import Sharded
+from .storage import storage_of
 from .tag import Tag
 
 
@@ -28,19 +29,19 @@ class Guard(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._meta: dict[int, str] = {}
         for name, tensor in meta.items():
-            self._meta.setdefault(_storage(tensor), name)
+            self._meta.setdefault(storage_of(tensor), name)
         # Weak references, so that another storage cannot come to have the same key.
         self._unwritten: dict[int, StorageWeakRef] = {}
 
     def expect(self, tensor: torch.Tensor, fresh: torch.Tensor) -> str:
         """``tensor`` gets the memory of ``fresh``, which is to be written; returns its name."""
         held = StorageWeakRef(fresh.untyped_storage())  # type: ignore[no-untyped-call]
-        self._unwritten[_storage(fresh)] = held
-        return self._meta.pop(_storage(tensor), "a tensor")
+        self._unwritten[storage_of(fresh)] = held
+        return self._meta.pop(storage_of(tensor), "a tensor")
 
     def check_written(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InputError if nothing has written to the memory of ``tensor``."""
-        if tensor.numel() > 0 and _storage(tensor) in self._unwritten:
+        if tensor.numel() > 0 and storage_of(tensor) in self._unwritten:
             raise InputError(
                 f"init_fn wrote nothing to {name}, whose memory is uninitialised. It has to write "
                 "every parameter and buffer of the module that it is called with, by torch "
@@ -70,7 +71,7 @@ class Guard(TorchDispatchMode):
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 for tensor in tree_leaves(value):
                     if isinstance(tensor, torch.Tensor):
-                        self._unwritten.pop(_storage(tensor), None)
+                        self._unwritten.pop(storage_of(tensor), None)
         return result
 
     def _elsewhere(self, value: object) -> str | None:
@@ -78,7 +79,7 @@ class Guard(TorchDispatchMode):
         if isinstance(value, Sharded):
             return value.fqn
         if isinstance(value, torch.Tensor) and value.is_meta:
-            return self._meta.get(_storage(value))
+            return self._meta.get(storage_of(value))
         return None
 
 
@@ -112,8 +113,3 @@ class RandomNumbers:
         torch.set_rng_state(states[0])
         for state in states[1:]:
             torch.cuda.set_rng_state(state, self._device)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """A key of the tensor's memory, also where it has no address."""
-    return int(tensor.untyped_storage()._cdata)

@@ -8,7 +8,7 @@ from typing import TypedDict, cast
 from torch import nn
 
 from .flat import Flat
-from .flight import Route
+from .reduction import scratch_sizes
 from .schedule import Schedule
 from .unit import Unit
 from .wrap import schedule_of
@@ -106,9 +106,9 @@ def _of_unit(unit: Unit, schedule: Schedule, optimizer: Counter[Flat]) -> UnitBy
     gradients = sum(flat.grads.nbytes for flat in flats)
     master = sum(flat.master.nbytes for flat in flats)
     states = sum(optimizer[flat] for flat in flats)
-    routes = [Route.bytes_of(flat, schedule.comm) for flat in flats if flat.requires_grad]
+    trained = [flat for flat in flats if flat.requires_grad]
     full = sum(flat.full_bytes for flat in flats if flat.resident is None)
-    reduce = sum(max(route[name] for route in routes) for name in (routes[0] if routes else ()))
+    reduce = sum(scratch_sizes(trained, schedule.comm).values())
     held = parameters + gradients + master + states
     return UnitBytes(
         name=unit.label,

@@ -58,15 +58,7 @@ def pack_(
         InputError: an offset that does not fit, float64 mixed with F, or a source that shares
             memory with out.
     """
-    if len(sources) != len(offsets):
-        raise InputError(
-            f"zshard::pack_: {len(sources)} sources but {len(offsets)} offsets: "
-            "give one offset for each source"
-        )
-    present = [source for source in sources if source is not None]
-    if len(present) != len(sources):
-        offsets = [at for source, at in zip(sources, offsets, strict=True) if source is not None]
-    call(_ops.pack_.default, out, present, offsets, scale)
+    call(_ops.pack_.default, out, *_present("pack_", "sources", sources, offsets), scale)
 
 
 def unpack_(
@@ -85,15 +77,23 @@ def unpack_(
         InputError: an offset that does not fit, float64 mixed with F, a target that overlaps itself
             or shares memory with flat.
     """
-    if len(targets) != len(offsets):
-        raise InputError(
-            f"zshard::unpack_: {len(targets)} targets but {len(offsets)} offsets: "
-            "give one offset for each target"
-        )
-    present = [target for target in targets if target is not None]
-    if len(present) != len(targets):
-        offsets = [at for target, at in zip(targets, offsets, strict=True) if target is not None]
+    present, offsets = _present("unpack_", "targets", targets, offsets)
     call(_ops.unpack_.default, present, flat, offsets, scale)
+
+
+def _present(
+    op: str, name: str, tensors: Sequence[Tensor | None], offsets: Sequence[int]
+) -> tuple[list[Tensor], Sequence[int]]:
+    """The tensors that are there, and their offsets."""
+    if len(tensors) != len(offsets):
+        raise InputError(
+            f"zshard::{op}: {len(tensors)} {name} but {len(offsets)} offsets: give one offset for "
+            f"each of the {name}"
+        )
+    present = [tensor for tensor in tensors if tensor is not None]
+    if len(present) != len(tensors):
+        offsets = [at for tensor, at in zip(tensors, offsets, strict=True) if tensor is not None]
+    return present, offsets
 
 
 def cast_(out: Tensor, src: Tensor) -> None:

@@ -151,6 +151,12 @@ class Sharded(torch.Tensor):
         """Elements on this rank."""
         return self.flat.local(self.segment).elements.numel
 
+    def like(self, local: torch.Tensor) -> Sharded:
+        """Another sharded tensor of the same elements, whose slice here is ``local``."""
+        dtypes = self.flat.dtypes
+        dtype = None if local.dtype in (dtypes.master, dtypes.reduce) else local.dtype
+        return Sharded(local, self.flat, self.segment, dtype=dtype)
+
     def lines_up_with(self, other: Sharded) -> bool:
         """Whether the two are cut alike, so that every rank has the same elements of both."""
         same = other.flat is self.flat and other.segment == self.segment

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from .storage import storage_of
 from .structure import tensors_in
 
 
@@ -66,11 +67,11 @@ class Passage:
 
 def lying_in(buffers: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
     """What tells whether a tensor is a view of one of ``buffers``."""
-    storages = {id(buffer.untyped_storage()) for buffer in buffers}
+    storages = {storage_of(buffer) for buffer in buffers}
 
     def lies(tensor: torch.Tensor) -> bool:
         try:
-            return id(tensor.untyped_storage()) in storages
+            return storage_of(tensor) in storages
         except (NotImplementedError, RuntimeError):  # sparse, nested or batched: not a view
             return False
 

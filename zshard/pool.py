@@ -40,7 +40,7 @@ class Pool:
 
     Args:
         slots: how many there are besides the root's in steady state, 1 + prefetch.
-        lend: makes memory that a collective takes from this rank; None: any memory does.
+        lend: makes memory that a collective takes from this rank.
         give_back: told of such memory that is needed no longer.
     """
 
@@ -48,8 +48,8 @@ class Pool:
         self,
         slots: int,
         device: torch.device,
-        lend: Callable[[int, torch.dtype], torch.Tensor] | None = None,
-        give_back: Callable[[torch.Tensor], None] = lambda memory: None,
+        lend: Callable[[int, torch.dtype], torch.Tensor],
+        give_back: Callable[[torch.Tensor], None],
     ) -> None:
         self._lend, self._give_back = lend, give_back
         self._device, self._regular = device, slots
@@ -162,7 +162,7 @@ class Pool:
                 self.ledger.add("reduce_buffers", -old.numel())
                 self._give_back(old)
                 del old  # the two need not be there at once
-            if self._lend is not None and name in ("packed", "chunks"):
+            if name in ("packed", "chunks"):
                 self._scratch[name] = self._lend(nbytes, torch.uint8)
             else:
                 self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -11,5 +11,5 @@ def shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of the storage that the tensor lies in."""
-    return tensor.untyped_storage().data_ptr()
+    """A key of the storage that the tensor lies in, also where it has no address (meta)."""
+    return int(tensor.untyped_storage()._cdata)

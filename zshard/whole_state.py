@@ -10,6 +10,7 @@ from torch import nn
 from .errors import StateError
 from .flat import Flat
 from .schedule import Schedule
+from .storage import storage_of
 from .transports.simulated import require_real
 from .whole import gathered
 from .wrap import schedule_of
@@ -94,5 +95,5 @@ def _own(found: dict[str, torch.Tensor], whole: Iterable[torch.Tensor]) -> None:
 
 def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that are one: each ``detach`` makes a new object."""
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    where = storage_of(tensor), tensor.storage_offset()
+    return *where, tensor.shape, tensor.stride(), tensor.dtype

@@ -35,7 +35,7 @@ from .schedule import Schedule
 from .sharding import Sharder
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
-from .transports.transport import Transport
+from .transports.transport import Transport, meet_in_one_place
 from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
 
@@ -158,7 +158,7 @@ def wrap(
                 same_model.values([spec], collectives, init)
             made.append(sharder.shard(spec, chosen))
         sharder.reserve(pool)
-    collectives.settle()
+    meet_in_one_place(collectives.shards)
     built = _build(survey, made, collectives, pool)
     if where.type == "cpu":
         # See [Note: what the C library keeps].
@@ -191,8 +191,7 @@ def _survey(
     strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
     device = check_parameters(specs)
     check_apart(model, specs)
-    _check_split(specs, precision)
-    _check_inputs(specs, precision)
+    _check_precision(specs, precision)
     return _Survey(specs, strategies, device)
 
 
@@ -323,7 +322,7 @@ def _ignored_parameters(
     return found
 
 
-def _check_inputs(specs: Sequence[UnitSpec], precision: Precision) -> None:
+def _check_precision(specs: Sequence[UnitSpec], precision: Precision) -> None:
     dtypes = {owned.param.dtype for spec in specs for owned in spec.params}
     casts = precision.cast_inputs and precision.compute not in (None, torch.float64)
     if casts and dtypes == {torch.float64}:
@@ -332,10 +331,6 @@ def _check_inputs(specs: Sequence[UnitSpec], precision: Precision) -> None:
             "parameters, which all of its are, stay float64. Convert the model first, or pass "
             "cast_inputs=False"
         )
-
-
-def _check_split(specs: Sequence[UnitSpec], precision: Precision) -> None:
-    dtypes = {owned.param.dtype for spec in specs for owned in spec.params}
     wanted = precision.master == "split" and bool(dtypes)
     if wanted and not any(precision.resolve(dtype).split for dtype in dtypes):
         raise InputError(

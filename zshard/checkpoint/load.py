@@ -139,8 +139,7 @@ def _load(
         match = match_model(stored, masters, saved.aliases, inventory)
         states = None
         if optimizer is not None:
-            states = match_optimizer(saved, optimizer, inventory)
-            match.merge(states.match)
+            states = match_optimizer(saved, optimizer, inventory, match)
         match.missing += [k for k in inventory.extra_state if k not in saved.extra_state]
         match.unexpected += [k for k in saved.extra_state if k not in inventory.extra_state]
         if rng:

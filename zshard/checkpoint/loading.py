@@ -44,13 +44,6 @@ class Match:
         else:
             self.pairs.append((name, stored, held))
 
-    def merge(self, other: Match) -> None:
-        """Take over what ``other`` found."""
-        self.pairs += other.pairs
-        self.missing += other.missing
-        self.unexpected += other.unexpected
-        self.problems += other.problems
-
     def refuse(self, where: str, *, strict: bool, has_values: bool) -> None:
         """Refuse what does not fit.
 

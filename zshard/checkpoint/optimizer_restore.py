@@ -31,13 +31,13 @@ class OptimizerMatch:
     """The states to be read, and what to do with them then.
 
     Attributes:
-        match: the tensors.
+        match: of the whole load, which is told of the tensors.
         states: parameter -> what its state is to be.
         common: what the state of all parameters is to be, by key; None: it is left as it is.
     """
 
     optimizer: Optimizer
-    match: Match = field(default_factory=Match)
+    match: Match
     states: dict[torch.Tensor, State] = field(default_factory=dict)
     common: State | None = None
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -76,15 +76,16 @@ def _like(old: object, value: Json) -> object:
 
 @torch.inference_mode(False)  # states outlive a load there
 @torch.no_grad()
-def match_optimizer(saved: Manifest, optimizer: Optimizer, inventory: Inventory) -> OptimizerMatch:
+def match_optimizer(
+    saved: Manifest, optimizer: Optimizer, inventory: Inventory, match: Match
+) -> OptimizerMatch:
     """Find the place of every state; makes those that the optimizer does not have yet.
 
     Raises:
         InputError: for an optimizer of other parameters.
     """
     params = parameters_of(optimizer, inventory.names)
-    found = OptimizerMatch(optimizer)
-    match, record = found.match, saved.optimizer
+    found, record = OptimizerMatch(optimizer, match), saved.optimizer
     if record is None:
         match.missing.append("the optimizer's states")
         return found
@@ -186,10 +187,7 @@ def _as_torch_counts(step: object, group: dict[str, Any], param: torch.Tensor) -
 def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(param, Sharded):
         return torch.empty_like(param, dtype=dtype)
-    flat, segment = param.flat, param.segment
-    local = torch.empty(param._numel(), dtype=dtype, device=flat.device)
-    kinds = (flat.dtypes.master, flat.dtypes.reduce)
-    return Sharded(local, flat, segment, dtype=None if dtype in kinds else dtype)
+    return param.like(torch.empty(param._numel(), dtype=dtype, device=param.device))
 
 
 def _match_groups(

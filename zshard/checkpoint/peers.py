@@ -16,6 +16,7 @@ from ..comm import Comm
 from ..errors import CheckpointError, CommError
 from ..refusal import Refusal, raise_together
 from ..tag import Tag
+from ..transports.control import timeout_of
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class Background(Peers):
             return
         control = comm.axes[0].control
         assert dist.group.WORLD is not None and control is not None
-        timeout: timedelta = control._get_backend(torch.device("cpu")).options._timeout
+        timeout = timeout_of(control, torch.device("cpu"))
         made = self._made.setdefault(dist.group.WORLD, {})
         key = comm.ranks, timeout
         # A failure need not have been seen on every rank.

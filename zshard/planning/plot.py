@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..files import write_whole
 from ..ledger import STATES
 from .fit import STRATEGIES
 from .plan import Plan
@@ -41,10 +41,7 @@ def plot(plan: Plan, path: Path) -> None:
     _memory(axes[0, 0], plan)
     if plan.timeline is not None and plan.machine is not None:
         _step(axes[1, 0], plan.timeline, plan.machine.name)
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise InputError(f"--plot {path}: cannot be written: {error}") from error
+    write_whole(path, lambda part: figure.savefig(part, format="png", dpi=120))
 
 
 def _memory(axes: Axes, plan: Plan) -> None:

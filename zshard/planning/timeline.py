@@ -45,14 +45,12 @@ class Timeline:
         seconds: from the end of one step to that of the next.
         exposed: of these, how long computing waits for communication.
         communication: seconds that it takes, exposed or hidden.
-        slowed: by how much communication that is hidden makes computing longer.
     """
 
     spans: tuple[Span, ...]
     seconds: float
     exposed: float
     communication: float
-    slowed: float
 
 
 def timeline(
@@ -99,8 +97,7 @@ def timeline(
     lines.meet(meeting)
     lines.compute("step", "root", step)
     slowed = interference * max(lines.communication - lines.exposed, 0.0)
-    seconds = lines.now + slowed
-    return Timeline(tuple(lines.spans), seconds, lines.exposed, lines.communication, slowed)
+    return Timeline(tuple(lines.spans), lines.now + slowed, lines.exposed, lines.communication)
 
 
 class _Lines:

@@ -6,25 +6,14 @@ import atexit
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from ..tag import Tag
 from .clock import Stamp
 
 TRACKS = ("compute", "gather", "reduce", "meet")  # streams and lanes, in the order drawn
 _POLL_SECONDS = 2e-4
 _EXIT_SECONDS = 5.0
-
-
-class Label(Protocol):
-    """What tells a collective from others: ``tag.Tag``."""
-
-    @property
-    def phase(self) -> str:
-        """The phase that it belongs to."""
-
-    @property
-    def subject(self) -> str:
-        """The unit, or what it is for."""
 
 
 class Name(NamedTuple):
@@ -76,8 +65,8 @@ class Transfer:
         by_waiter: the rank itself reads what others lend, when it waits: then it began and ended.
     """
 
-    def __init__(self, op: str, label: Label, nbytes: int, lane: str, first: Stamp) -> None:
-        self.op, self.phase, self.unit = op, label.phase, label.subject
+    def __init__(self, op: str, tag: Tag, nbytes: int, lane: str, first: Stamp) -> None:
+        self.op, self.phase, self.unit = op, tag.phase, tag.subject
         self.bytes, self.lane = nbytes, lane
         self.event: Event | None = None
         self.issued = self.returned = self.began = self.ended = math.nan
@@ -86,11 +75,6 @@ class Transfer:
         self.start: Stamp | None = None  # of the lane's own stream, where it has one
         self.ends: list[Stamp] = []  # of its parts that have ended
         self.parts = 1
-
-    @property
-    def subject(self) -> str:
-        """As ``Label`` has it."""
-        return self.unit
 
     def watch(self, works: Sequence[object]) -> None:
         """Note when ``works``, which are one collective, are complete."""
@@ -165,8 +149,8 @@ class Stall:
         inside: the phase of the unit that was held up, if any.
     """
 
-    def __init__(self, op: str, label: Label, transfer: Transfer | None, first: Stamp) -> None:
-        self.op, self.phase, self.unit = op, label.phase, label.subject
+    def __init__(self, op: str, tag: Tag, transfer: Transfer | None, first: Stamp) -> None:
+        self.op, self.phase, self.unit = op, tag.phase, tag.subject
         self.transfer = transfer
         self.inside: Event | None = None
         self.began = self.ended = math.nan

@@ -20,9 +20,10 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from ..errors import StateError
+from ..tag import Tag
 from .clock import Clock, Stamp
 from .phases import LANES, Phases, Told
-from .records import Event, Label, Stall, Transfer, Unfinished, wait_for
+from .records import Event, Stall, Transfer, Unfinished, wait_for
 
 if TYPE_CHECKING:
     from .summary import Summary
@@ -180,9 +181,9 @@ class Trace:
         """A context that is no event of the schedule, on the current stream."""
         return Span(self._tell, self._now, phase, unit, stream)
 
-    def issue(self, op: str, label: Label, nbytes: int, lane: str) -> Transfer:
+    def issue(self, op: str, tag: Tag, nbytes: int, lane: str) -> Transfer:
         """A collective is about to be started."""
-        transfer = Transfer(op, label, nbytes, lane, self._now())
+        transfer = Transfer(op, tag, nbytes, lane, self._now())
         self.transfers.append(transfer)
         self._tell(("issue", transfer))
         return transfer
@@ -192,10 +193,10 @@ class Trace:
         return self._now()
 
     def hold(
-        self, op: str, label: Label, transfer: Transfer | None, since: float | None = None
+        self, op: str, tag: Tag, transfer: Transfer | None, since: float | None = None
     ) -> Stall:
         """The compute stream waits; ``since``: that the host did is known only now."""
-        stall = Stall(op, label, transfer, self._now() if since is None else since)
+        stall = Stall(op, tag, transfer, self._now() if since is None else since)
         self.stalls.append(stall)
         self._tell(("hold", stall))
         return stall
@@ -204,13 +205,13 @@ class Trace:
         """The compute stream goes on."""
         stall.last = self._now()
 
-    def meet(self, op: str, label: Label, nbytes: int, *, on_host: bool) -> Meeting:
+    def meet(self, op: str, tag: Tag, nbytes: int, *, on_host: bool) -> Meeting:
         """A context in which a collective runs that compute waits for from its beginning.
 
         Args:
             on_host: whether it is the host that waits; on CUDA the compute stream may have work.
         """
-        return Meeting(self, op, label, nbytes, time.perf_counter if on_host else self._now)
+        return Meeting(self, op, tag, nbytes, time.perf_counter if on_host else self._now)
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -312,14 +313,14 @@ class Meeting:
     """A collective that compute waits for from its beginning: a transfer and its stall in one."""
 
     def __init__(
-        self, trace: Trace, op: str, label: Label, nbytes: int, clock: Callable[[], Stamp]
+        self, trace: Trace, op: str, tag: Tag, nbytes: int, clock: Callable[[], Stamp]
     ) -> None:
-        self._trace, self._clock = trace, clock
-        self._transfer = Transfer(op, label, nbytes, "meet", clock())
+        self._trace, self._clock, self._tag = trace, clock, tag
+        self._transfer = Transfer(op, tag, nbytes, "meet", clock())
         trace.transfers.append(self._transfer)
 
     def __enter__(self) -> None:
-        self._stall = self._trace.hold(self._transfer.op, self._transfer, self._transfer)
+        self._stall = self._trace.hold(self._transfer.op, self._tag, self._transfer)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

@@ -17,6 +17,7 @@ _ROTARY_BASE = 10_000.0
 _INIT_STD = 0.02
 # The first norm divides by it, and so multiplies the gradient of a small embedding.
 _EMBEDDING_STD = 0.5
+_TEMPERATURE = 0.8  # of sampling; lower is safer text
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class GPTConfig:
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses a shape no transformer can have."""
         for name in ("layers", "width", "heads", "context"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: it has to be 1 or more")
@@ -75,7 +75,6 @@ class Attention(nn.Module):
     """Causal self-attention with rotary position embeddings (Su et al. 2021, equation 34)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make the projections of one block."""
         super().__init__()
         self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
@@ -108,7 +107,6 @@ class MLP(nn.Module):
     """Two linear layers, four times as wide in between, with a GELU."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make the two layers of one block."""
         super().__init__()
         self.up = nn.Linear(config.width, 4 * config.width, bias=False)
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
@@ -122,7 +120,6 @@ class Block(nn.Module):
     """One pre-norm transformer block."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make one block."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
@@ -143,7 +140,6 @@ class GPT(nn.Module):
     sin: Tensor
 
     def __init__(self, config: GPTConfig) -> None:
-        """Make the model with random weights from torch's default generator."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(VOCABULARY, config.width)
@@ -192,7 +188,6 @@ def generate(
     context: int,
     device: torch.device,
     seed: int,
-    temperature: float = 0.8,
 ) -> bytes:
     """Sample ``length`` bytes that follow ``prompt``.
 
@@ -206,13 +201,12 @@ def generate(
         context: the model sees at most this many of the last bytes.
         device: where the model's inputs live.
         seed: of the sampling.
-        temperature: divides the logits; lower is safer text.
     """
     generator = torch.Generator().manual_seed(seed)
     text = bytearray(prompt)
     for _ in range(length):
         tokens = torch.tensor([list(text[-context:])], device=device)
         logits = model(tokens)[0, -1].float().cpu()
-        probabilities = torch.softmax(logits / temperature, dim=-1)
+        probabilities = torch.softmax(logits / _TEMPERATURE, dim=-1)
         text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(text[len(prompt) :])

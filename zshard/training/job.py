@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -152,7 +151,5 @@ def _follow_parent() -> None:
     """Let this rank be killed when the process that launched it dies, however it dies.
 
     What zshard launches has done so before its imports; what torchrun launches comes here first.
-    Only Linux can; elsewhere a killed launcher leaves ranks that train on.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -32,8 +32,7 @@ _TELL_SECONDS = 1.0
 _BOOTSTRAP = f"""
 import ctypes, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
 if os.getppid() != int(sys.argv.pop(1)):
     sys.exit({LOST_PEER})
 sys.path[0] = sys.argv.pop(1)
@@ -50,7 +49,6 @@ class InterruptedJob(Error):
     """A signal ended the job; ``status`` is the exit status a shell expects for it."""
 
     def __init__(self, received: signal.Signals) -> None:
-        """Take the signal that the launcher received."""
         self.status = 128 + received
         by_hand = received != signal.SIGTERM
         super().__init__("interrupted" if by_hand else "ended by SIGTERM, and nothing was saved")
@@ -129,7 +127,7 @@ def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -184,7 +182,3 @@ def describe_failure(
     else:
         how = f"ended with exit status {status}; its error is above"
     return f"rank {rank} {how}. The other ranks have been ended."
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

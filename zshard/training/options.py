@@ -64,7 +64,6 @@ class TrainOptions:
     machine: str | None = None  # that times are planned for; None: no times
 
     def __post_init__(self) -> None:
-        """Refuses values out of range."""
         for name, least in {
             "steps": 1,
             "batch": 1,

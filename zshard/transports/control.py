@@ -15,13 +15,20 @@ _GROUPS: WeakKeyDictionary[
 ] = WeakKeyDictionary()
 
 
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The group's; torch's default where the backend keeps none."""
+    options = getattr(group._get_backend(device), "options", None)
+    found: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return found
+
+
 def control_group(beside: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A gloo group of the ranks of ``beside``, the group for ``device``, with its timeout.
 
     All of the ranks have to ask for it.
     """
     ranks = tuple(dist.get_process_group_ranks(beside))
-    timeout: timedelta = beside._get_backend(device).options._timeout
+    timeout = timeout_of(beside, device)
     assert dist.group.WORLD is not None
     groups = _GROUPS.setdefault(dist.group.WORLD, {})
     if (ranks, timeout) not in groups:

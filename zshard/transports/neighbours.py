@@ -11,13 +11,13 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from ..tag import Tag
+from .control import timeout_of
 from .groups import Ranks, gather_objects
 from .processes import Processes
 from .shared import SharedArena, SharedWindow
@@ -230,13 +230,6 @@ class Neighbours:
         self._write_note(b"\0")
         self._ranks.all_gather_object(None)
         return [told for _, told in cast("list[tuple[object, object]]", everyone)]
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The group's; torch's default where the backend keeps none."""
-    options = getattr(group._get_backend(device), "options", None)
-    found: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
-    return found
 
 
 class _Sum:

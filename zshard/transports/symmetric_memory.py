@@ -9,8 +9,8 @@ import torch
 
 from ..errors import WrapError
 from .arena import Arena, Extent, Window
+from .control import timeout_of
 from .groups import Ranks
-from .neighbours import timeout_of
 
 _Made = TypeVar("_Made")
 # At least: a mapping of GPU memory is a multiple of 2 MiB, some of which torch keeps for signals.
