@@ -32,8 +32,8 @@ from variant import Variant
 
 from zshard import ops
 from zshard.comm import Comm
-from zshard.handle import Handle
-from zshard.training.gpt import SIZES
+from zshard.gpt import SIZES
+from zshard.transports.handle import Handle
 
 # part of a step -> (where its functions are looked up, their names)
 _SEAM: dict[str, tuple[tuple[object, str], ...]] = {

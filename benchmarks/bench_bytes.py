@@ -27,7 +27,7 @@ from setting import TOLERANCE, Setting
 from traffic import Traffic
 from variant import Variant
 
-from zshard.training.gpt import SIZES
+from zshard.gpt import SIZES
 from zshard.transports.groups import chunk_rows
 from zshard.transports.simulated import SimulatedRanks
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import zshard
-from zshard.training.gpt import SIZES
+from zshard.gpt import SIZES
 
 _PIECE = 1 << 22  # bytes of one write or read of the plain copy
 _COPY = "plain copy"

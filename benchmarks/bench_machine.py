@@ -24,11 +24,11 @@ from torch import nn
 from tqdm import tqdm
 
 from zshard.comm import Comm
-from zshard.handle import Handle
 from zshard.planning.machine import Link, Machine
 from zshard.planning.rehearsal import Meter
 from zshard.planning.work import Work
 from zshard.tag import Tag
+from zshard.transports.handle import Handle
 from zshard.unitmap import UnitSpec
 
 _Found = TypeVar("_Found")

@@ -23,7 +23,7 @@ from rank_group import run_ranks
 from setting import Setting
 from torch.profiler import ProfilerActivity, profile
 
-from zshard.training.gpt import SIZES
+from zshard.gpt import SIZES
 
 LARGE = 1 << 20  # bytes; what is smaller comes out of the allocator's lists, not from the kernel
 _WARM_STEPS = 2  # after these a step is like any other

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from variant import Variant
 
 import zshard
-from zshard.training.gpt import SIZES
+from zshard.gpt import SIZES
 
 STRATEGIES = ("ddp", "zero2", "zero3")
 

@@ -35,7 +35,7 @@ from step_report import as_json, summary
 from tqdm import tqdm
 from variant import Variant
 
-from zshard.training.gpt import SIZES
+from zshard.gpt import SIZES
 
 _CHECKED_STEPS = 3
 _HOST_REPEATS = 5  # steps in one timed region of the host's overhead; 1 in a look

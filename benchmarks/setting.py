@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zshard.training.gpt import GPT, SIZES, VOCABULARY, GPTConfig
+from zshard.gpt import GPT, SIZES, VOCABULARY, GPTConfig
 
 UNITS = 48  # of the model that measures the host's overhead
 _TINY_WIDTH = 16
@@ -23,7 +23,7 @@ class Setting:
     """What is trained, and how.
 
     Args:
-        model: a size of zshard.training.gpt, or "units": 48 tiny ones.
+        model: a size of zshard.gpt, or "units": 48 tiny ones.
         tokens: of one sequence, the batch of a rank and step.
         precision: "fp32"; "bf16", which reduces in fp32; or "bf16/bf16", which reduces in bf16.
     """

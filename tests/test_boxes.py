@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zshard.boxes import boxes_of
+from zshard.checkpoint.boxes import boxes_of
 from zshard.layout import Layout
 
 TENSORS = {

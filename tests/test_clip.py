@@ -12,7 +12,7 @@ from torch import Tensor
 from training import STEPS, Plain, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
-from zshard.clip import _largest
+from zshard.calls.clip import _largest
 
 # The norm is summed shard by shard, so the clip factor differs in its last bits from a sum over
 # whole tensors; ten AdamW steps carry that on.

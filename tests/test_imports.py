@@ -14,31 +14,37 @@ FOLDER = Path(zshard.__file__).parent
 # From the top down. What lies below must work, and be understood, without what lies above.
 LAYERS = (
     ("wrap", "optim"),
-    ("fused",),
+    ("optimizers.fused",),
     ("schedule",),
-    ("forward",),
-    ("backward",),
-    ("agreement",),
-    ("crew",),
-    ("reduction",),
-    ("flight",),
-    ("unit", "pool"),
-    ("flat",),
+    ("step.forward",),
+    ("step.backward",),
+    ("step.agreement",),
+    ("step.crew",),
+    ("step.reduction",),
+    ("step.flight",),
+    ("unit", "units.pool"),
+    ("units.flat",),
     ("comm", "param"),
-    ("transports",),
-    ("ops",),
+    ("transports.transport",),
+    ("transports.groups", "transports.peer", "ops"),
 )
 
 
-def imports_of(module: Path) -> set[str]:
-    """The modules of zshard, and its packages, that ``module`` imports as it is imported itself."""
-    above = len(module.relative_to(FOLDER).parts)  # dots that lead to zshard
+def name_of(module: Path) -> str:
+    parts = module.relative_to(FOLDER).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports_of(module: Path, names: set[str]) -> set[str]:
+    """Those of ``names`` that ``module`` imports as it is imported itself."""
+    folders = module.relative_to(FOLDER).parts[:-1]
     found: set[str] = set()
     for node in ast.parse(module.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.level == above:
-            names = [alias.name for alias in node.names] if node.module is None else [node.module]
-            found.update(name.split(".")[0] for name in names)
-    return found
+        if isinstance(node, ast.ImportFrom) and node.level:
+            at = ".".join((*folders[: len(folders) - node.level + 1], *filter(None, [node.module])))
+            found.add(at)
+            found.update(f"{at}.{alias.name}".lstrip(".") for alias in node.names)
+    return found & names
 
 
 def reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
@@ -51,11 +57,15 @@ def reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
+def graph_of_imports() -> dict[str, set[str]]:
+    paths = {name_of(path): path for path in FOLDER.rglob("*.py")}
+    return {name: imports_of(path, {*paths} - {""}) for name, path in paths.items()}
+
+
 def test_no_layer_imports_one_above() -> None:
-    graph: dict[str, set[str]] = {}
-    for path in FOLDER.rglob("*.py"):  # a package is one node
-        name = path.relative_to(FOLDER).parts[0].removesuffix(".py")
-        graph.setdefault(name, set()).update(imports_of(path))
+    graph = graph_of_imports()
+    named = {name for layer in LAYERS for name in layer}
+    assert named <= graph.keys()
     wrong = [
         (name, above)
         for place, layer in enumerate(LAYERS)
@@ -65,6 +75,15 @@ def test_no_layer_imports_one_above() -> None:
     ]
     assert wrong == []
     assert "comm" in reached_from("wrap", graph)  # or nothing was looked at
+
+
+def test_no_two_packages_import_each_other_by_whatever_way() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, imported in graph_of_imports().items():
+        node = graph.setdefault(name.split(".")[0], set())
+        node |= {each.split(".")[0] for each in imported} - {name.split(".")[0]}
+    del graph[""]  # the package itself, which has all names for users
+    assert [name for name in graph if name in reached_from(name, graph)] == []
 
 
 # --- notes ---------------------------------------------------------------------------------------

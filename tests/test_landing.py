@@ -15,7 +15,8 @@ from steps import build, one_step
 from torch import Tensor, nn
 
 import zshard
-from zshard import flight, ops
+from zshard import ops
+from zshard.step import flight
 from zshard.transports import groups
 from zshard.wrap import schedule_of
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from steps import batch
 
 import zshard
-from zshard.meeting import Ask, Meetings, Message
+from zshard.step.meeting import Ask, Meetings, Message
 from zshard.tag import Tag
 
 

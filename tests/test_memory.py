@@ -16,8 +16,8 @@ from test_plan import POLICIES, STRATEGIES
 from torch import nn
 
 import zshard
-from zshard.ledger import Ledger
-from zshard.pool import Pool
+from zshard.units.ledger import Ledger
+from zshard.units.pool import Pool
 from zshard.wrap import schedule_of
 
 STATES = ("parameters", "gradients", "master", "optimizer")

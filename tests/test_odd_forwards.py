@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zshard
 import zshard.comm
 import zshard.transports.transport
-from zshard.leaf import as_autograd_sees
+from zshard.units.leaf import as_autograd_sees
 from zshard.wrap import schedule_of
 
 # --- what a unit gives out -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zshard
-from zshard.operators import operator
+from zshard.sharded.operators import operator
 
 
 def _operators(prefix: str) -> dict[str, bool]:

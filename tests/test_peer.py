@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import FEW_STEPS, Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
-from zshard.master import Master
 from zshard.transports import peer
+from zshard.units.master import Master
 from zshard.wrap import schedule_of
 
 STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]

@@ -19,9 +19,9 @@ from ranks import RankFailure, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
-from zshard import gradient
 from zshard.tag import Tag
 from zshard.transports import shared
+from zshard.units import gradient
 from zshard.wrap import schedule_of
 
 VICTIM = 1

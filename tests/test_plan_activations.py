@@ -20,7 +20,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
-from zshard.training.gpt import GPT, GPTConfig
+from zshard.gpt import GPT, GPTConfig
 
 POLICIES = {
     "fp32": zshard.Precision(),

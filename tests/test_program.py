@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zshard.program import Op, Turn, learn
+from zshard.step.program import Op, Turn, learn
 
 
 def gathers(units: str) -> list[Turn]:

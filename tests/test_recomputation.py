@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zshard.recomputation import Recomputation
+from zshard.step.recomputation import Recomputation
 from zshard.unit import State
 
 

@@ -13,7 +13,7 @@ from steps import build, one_step
 from torch import Tensor, nn
 
 import zshard
-from zshard.updates import Tally
+from zshard.step.updates import Tally
 
 SPLIT = zshard.Precision(compute=torch.bfloat16, master="split")
 

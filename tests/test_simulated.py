@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zshard
-from zshard.dcp import chunks_to_read, write_items
+from zshard.checkpoint.dcp import chunks_to_read, write_items
 from zshard.layout import Layout
 from zshard.transports.simulated import SimulatedRanks
 from zshard.wrap import schedule_of

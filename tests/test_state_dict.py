@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import adamw
 
 import zshard
-from zshard import whole
+from zshard.calls import whole
 
 STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 PRECISIONS = [None, zshard.Precision.bf16(), zshard.Precision.bf16(master="split")]
@@ -153,7 +153,7 @@ def whole_at_once(rank: int, world_size: int) -> tuple[int, int, int]:
     model = zshard.wrap(models.build("odd_parameters"))
     import weakref
 
-    from zshard import whole_state as state
+    from zshard.calls import whole_state as state
 
     alive: list[weakref.ref[Tensor]] = []
     most = 0

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
-from zshard import flight, streams
+from zshard import streams
+from zshard.step import flight
 from zshard.transports import symmetric
 
 pytestmark = pytest.mark.usefixtures("over_the_group")  # GPUs go over it, unless told otherwise

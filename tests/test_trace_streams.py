@@ -17,7 +17,7 @@ from test_schedule import BACKWARD, FORWARD, events
 from traced import check
 
 import zshard
-from zshard import session
+from zshard.calls import session
 from zshard.tracing.clock import Clock
 from zshard.tracing.trace import Trace
 from zshard.wrap import schedule_of

@@ -13,8 +13,8 @@ from train_command import TINY, as_ranks, launched, losses, ran, write_text
 import zshard
 from zshard.checkpoint.inspect import summarize
 from zshard.errors import InputError
+from zshard.gpt import GPT
 from zshard.training.data import Corpus, find_files
-from zshard.training.gpt import GPT
 from zshard.training.job import Job, Place
 from zshard.training.options import TrainOptions, changes_on_resume, resolve
 from zshard.training.train import Run, TrainError, train

@@ -9,8 +9,8 @@ import torch
 from ranks import run_ranks
 
 import zshard
+from zshard.gpt import GPT, SIZES, GPTConfig, generate
 from zshard.training.data import Corpus, find_files
-from zshard.training.gpt import GPT, SIZES, GPTConfig, generate
 from zshard.training.job import Job, Place
 from zshard.training.metrics import MetricsLog, StepMetrics, plot_loss, read_metrics
 from zshard.training.options import TrainOptions

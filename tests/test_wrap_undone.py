@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
-from zshard import sharding
+from zshard.wrapping import sharding
 
 WIDTH = 9
 

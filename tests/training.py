@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zshard
-from zshard import whole
-from zshard.flat import Flat
+from zshard.calls import whole
 from zshard.schedule import Schedule
+from zshard.units.flat import Flat
 from zshard.wrap import schedule_of
 
 STEPS = 10

@@ -4,10 +4,13 @@
 """
 
 from . import ops, reference
+from .calls.clip import clip_grad_norm_
+from .calls.describe import describe
+from .calls.memory_use import Memory, memory
+from .calls.session import method, no_sync, reset, stats, trace
+from .calls.whole import full_grad, full_param, full_params, local_shards, mark_updated
+from .calls.whole_state import state_dict
 from .checkpoint import Loaded, SaveHandle, export, latest, load, load_weights, save
-from .clip import clip_grad_norm_
-from .counters import CommStats
-from .describe import describe
 from .errors import (
     CheckpointError,
     CommError,
@@ -21,16 +24,13 @@ from .errors import (
     StateError,
     WrapError,
 )
-from .memory_use import Memory, memory
 from .optim import SGD, Adam, AdamW
+from .optimizers.scaler import GradScaler
 from .planning import Alternative, Fit, Link, Machine, Plan, plan
 from .precision import Precision
-from .scaler import GradScaler
-from .session import method, no_sync, reset, stats, trace
 from .tracing.file import merge_traces
 from .tracing.trace import Trace
-from .whole import full_grad, full_param, full_params, local_shards, mark_updated
-from .whole_state import state_dict
+from .transports.counters import CommStats
 from .wrap import wrap
 
 __version__ = "0.1.0"

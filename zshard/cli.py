@@ -16,10 +16,10 @@ import torch.distributed as dist
 from . import _C, __version__, bench
 from .checkpoint.command import add_ckpt, run_ckpt
 from .errors import CommError, Error, InputError
+from .gpt import SIZES
 from .planning.command import add_plan, run_plan
 from .strategy import zero_name
 from .training.data import check_size, find_files
-from .training.gpt import SIZES
 from .training.job import Place, choose_device
 from .training.launch import LOST_PEER, InterruptedJob, choose_ranks, launch
 from .training.options import TrainOptions, resolve

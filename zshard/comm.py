@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .counters import CommStats
 from .errors import CommError, Error
-from .handle import Handle
-from .named_errors import NamedErrors
 from .phase import require_untransformed
-from .refusal import Refusal
 from .streams import Lane
 from .tag import Tag
 from .tracing.records import Transfer
 from .tracing.trace import Trace
+from .transports.counters import CommStats
 from .transports.groups import Ranks
+from .transports.handle import Handle
 from .transports.mesh import groups_of
 from .transports.messages import Together, Work
+from .transports.named_errors import NamedErrors
+from .transports.refusal import Refusal
 from .transports.simulated import ranks_of
 from .transports.transport import (
     Transport,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from . import ops
-from .batches import Batch, Hyper
 from .errors import InputError
-from .fused import FusedOptimizer, ParamGroups
+from .optimizers.batches import Batch, Hyper
+from .optimizers.fused import FusedOptimizer, ParamGroups
 
 
 def _number(name: str, value: Any) -> float:

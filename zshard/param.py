@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from .flat import Flat
+    from .units.flat import Flat
 
 
 class Sharded(torch.Tensor):
@@ -204,17 +204,17 @@ class Sharded(torch.Tensor):
     # What torch.distributed.checkpoint asks of a tensor. Imported there: at its call it is loaded.
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        from .dcp import write_items
+        from .checkpoint.dcp import write_items
 
         return write_items(self, fqn)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from .dcp import chunks_to_read
+        from .checkpoint.dcp import chunks_to_read
 
         return chunks_to_read(self)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        from .dcp import box_at
+        from .checkpoint.dcp import box_at
 
         return box_at(self, index)
 
@@ -226,7 +226,7 @@ class Sharded(torch.Tensor):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        from .dispatch import run  # not above: it asks what is Sharded
+        from .sharded.dispatch import run  # not above: it asks what is Sharded
 
         return run(func, args, kwargs or {})
 

@@ -29,24 +29,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import Agreement
-from .backward import Backward
-from .buffers import Buffers
 from .comm import Comm
-from .crew import Crew
 from .errors import StateError
-from .forward import ForwardHooks
-from .meeting import Ask
-from .methods import Methods
-from .outcome import Ending
 from .param import Sharded
 from .phase import Phase
-from .pool import Pool
 from .precision import Precision
-from .reduction import Reducer
+from .step.agreement import Agreement
+from .step.backward import Backward
+from .step.buffers import Buffers
+from .step.crew import Crew
+from .step.forward import ForwardHooks
+from .step.meeting import Ask
+from .step.methods import Methods
+from .step.outcome import Ending
+from .step.reduction import Reducer
+from .step.updates import Updates
 from .structure import Structure
 from .unit import State, Unit
-from .updates import Updates
+from .units.pool import Pool
 
 LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
 

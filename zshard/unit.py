@@ -19,16 +19,16 @@ import torch
 
 from .comm import Comm
 from .errors import ShardedAccessError, StateError
-from .flat import Flat
-from .handle import Handle
 from .layout import aligned
-from .passage import Passage, lying_in
-from .place import Place
-from .pool import Pool, Slot
 from .strategy import Strategy
 from .structure import map_tensors, tensors_in
 from .tag import Tag
+from .transports.handle import Handle
 from .unitmap import UnitSpec
+from .units.flat import Flat
+from .units.passage import Passage, lying_in
+from .units.place import Place
+from .units.pool import Pool, Slot
 
 
 class State(enum.Enum):

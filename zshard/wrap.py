@@ -12,13 +12,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from . import other_optimizers, same_model
 from .comm import Comm
 from .errors import InputError, StateError, WrapError
-from .flat import Flat
-from .heap import keep_freed
 from .hooks import ModuleHook
-from .materialize import (
+from .optimizers import other_optimizers
+from .precision import Precision
+from .schedule import Schedule
+from .strategy import Choice, Strategy, strategy_of
+from .tag import Tag
+from .transports.refusal import together
+from .transports.transport import Transport, meet_in_one_place
+from .unit import Unit
+from .unitmap import Units, UnitSpec, check_parameters, unit_map
+from .units.flat import Flat
+from .units.place import Place
+from .units.pool import Pool
+from .wrapping import same_model
+from .wrapping.heap import keep_freed
+from .wrapping.materialize import (
     InitFn,
     Materializer,
     allocate_outside,
@@ -26,18 +37,8 @@ from .materialize import (
     move,
     on_meta,
 )
-from .overlaps import check_apart
-from .place import Place
-from .pool import Pool
-from .precision import Precision
-from .refusal import together
-from .schedule import Schedule
-from .sharding import Sharder
-from .strategy import Choice, Strategy, strategy_of
-from .tag import Tag
-from .transports.transport import Transport, meet_in_one_place
-from .unit import Unit
-from .unitmap import Units, UnitSpec, check_parameters, unit_map
+from .wrapping.overlaps import check_apart
+from .wrapping.sharding import Sharder
 
 M = TypeVar("M", bound=nn.Module)
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule

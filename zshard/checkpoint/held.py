@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ..flat import Flat
 from ..layout import Range
+from ..units.flat import Flat
 
 
 class Part:

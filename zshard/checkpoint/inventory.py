@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ..buffers import persistent_buffers
 from ..errors import InputError
-from ..flat import Flat
 from ..layout import Range
 from ..param import Sharded
 from ..schedule import Schedule
+from ..step.buffers import persistent_buffers
 from ..unitmap import owned_parameters
+from ..units.flat import Flat
 from .held import Held, HeldMaster, HeldWhole
 from .manifest import Json
 

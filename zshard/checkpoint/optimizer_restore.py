@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import OptimizerError
-from ..fused import FusedOptimizer
+from ..optimizers.fused import FusedOptimizer
 from ..param import Sharded
 from .inventory import Inventory
 from .loading import Match

@@ -17,8 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import InputError, OptimizerError
-from ..fused import FusedOptimizer
 from ..layout import Range, memory_order
+from ..optimizers.fused import FusedOptimizer
 from ..param import Sharded
 from .held import Held, HeldSlice, HeldWhole
 from .inventory import as_json, as_text, saved_range

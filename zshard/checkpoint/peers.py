@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from ..comm import Comm
 from ..errors import CheckpointError, CommError
-from ..refusal import Refusal, raise_together
 from ..tag import Tag
 from ..transports.control import timeout_of
+from ..transports.refusal import Refusal, raise_together
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from ..calls.memory_use import memory
 from ..errors import PlanError
-from ..ledger import KINDS
-from ..memory_use import memory
+from ..units.ledger import KINDS
 from ..wrap import schedule_of
 
 if TYPE_CHECKING:

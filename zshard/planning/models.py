@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..gpt import GPT, SIZES, GPTConfig
 from ..param import Sharded
-from ..training.gpt import GPT, SIZES, GPTConfig
 
 _CONTEXT = 2048  # of a preset, if the batch has no longer sequences
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import write_whole
-from ..ledger import STATES
+from ..units.ledger import STATES
 from .fit import STRATEGIES
 from .plan import Plan
 from .timeline import Timeline

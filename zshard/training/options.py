@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import InputError
+from ..gpt import SIZES, GPTConfig
 from ..precision import Precision
-from .gpt import SIZES, GPTConfig
 from .resume import FOLDER, Origin, find_origin
 
 _WARMUP_SHARE, _FINAL_LR_SHARE = 0.05, 0.1

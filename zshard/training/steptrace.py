@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
+from ..calls.session import trace
 from ..errors import InputError
-from ..session import trace
 from ..tracing.file import merge_traces
 from ..tracing.trace import Trace
 from .job import Job

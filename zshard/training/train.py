@@ -18,10 +18,10 @@ from tqdm import tqdm
 import zshard
 
 from ..errors import Error, InputError
+from ..gpt import GPT, generate
 from ..planning import Plan
 from ..streams import upload
 from .data import Batch, Corpus, find_files
-from .gpt import GPT, generate
 from .job import STOPPED, Job, Place, choose_device
 from .metrics import (
     Held,

@@ -9,12 +9,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from ..calls.memory_use import memory
 from ..errors import PlanError
-from ..ledger import KINDS
-from ..memory_use import memory
+from ..gpt import GPT
 from ..planning import Plan, plan
 from ..planning.report import report
-from .gpt import GPT
+from ..units.ledger import KINDS
 from .metrics import StepMetrics
 from .options import TrainOptions
 

@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple, cast, get_args
 from weakref import WeakSet
 
 from ..errors import InputError, MismatchError, WrapError
-from ..refusal import Refusal, raise_together
 from .discovery import find_each_other
 from .groups import Ranks
 from .neighbours import Neighbours, known
 from .peer import PeerRanks
+from .refusal import Refusal, raise_together
 from .shared import NoSharedMemory
 from .symmetric import SymmetricRanks
 

@@ -1,0 +1,1 @@
+"""What a script asks of a wrapped model between its steps."""

@@ -1,0 +1,153 @@
+"""Gradient clipping by the global norm over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import SupportsFloat
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..errors import InputError, StateError
+from ..optimizers.batches import has_grad
+from ..param import Sharded
+from ..schedule import Schedule
+from ..tag import Tag
+from ..wrap import schedule_of
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_: keeps the factor finite where the norm is 0
+
+
+def clip_grad_norm_(
+    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float | torch.Tensor,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients so that their global norm is at most ``max_norm``.
+
+    A collective for norms other than 2, and for part of a model's parameters: every rank calls it.
+    The 2-norm of a whole model costs nothing here: the pass after each reduction has summed the
+    squares, and zshard's optimizers apply the factor as they read the gradients.
+
+    Args:
+        model_or_params: the wrapped model, or parameters of one wrapped model.
+        max_norm: the largest norm allowed; infinite to have the norm alone.
+        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+        error_if_nonfinite: raise if the norm is infinite or NaN.
+
+    Returns:
+        The norm before clipping, 0-d, the same on every rank: fp32, or fp64 where any of the
+        parameters is, in which the factor is computed then as well.
+
+    Raises:
+        InputError: parameters of no wrapped model, or of several; a norm_type that is not positive,
+            a max_norm that is negative or not a number.
+        StateError: a norm that is not finite, on every rank, with error_if_nonfinite; the
+            gradients are left as they are; after a backward that raised on any rank.
+        MismatchError: if ranks clip with different arguments, on every rank, by the next forward.
+        WrapError: if the model is not wrapped.
+    """
+    schedule, params = _resolve(model_or_params)
+    wide = any(param.dtype == torch.float64 for param in params)
+    dtype = torch.float64 if wide else torch.float32
+    max_norm, shown = _largest(max_norm, dtype)
+    try:
+        norm_type = float(norm_type)
+    except (TypeError, ValueError):
+        norm_type = math.nan
+    if not norm_type > 0:
+        raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
+    schedule.backward.require_gradients()
+    reducer = schedule.reducer
+    everything = reducer.covers(params)
+    known = reducer.sum_of_squares if everything and norm_type == 2.0 else None
+    norm = (_norm(schedule, params, norm_type) if known is None else known.sqrt()).to(dtype)
+    if error_if_nonfinite and not math.isfinite(float(norm)):
+        raise StateError(
+            f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "
+            "be clipped. Skip the step, or pass error_if_nonfinite=False."
+        )
+    if shown != math.inf:
+        given = (shown, norm_type, len(params))
+        schedule.updates.note("max_norm, norm_type and the number of parameters clipped", given)
+    factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    if everything:
+        reducer.scale_by(factor)
+    else:
+        for param in params:
+            if (grad := param.grad) is not None:
+                grad.mul_(factor)
+    return norm
+
+
+def _largest(max_norm: object, dtype: torch.dtype) -> tuple[float | torch.Tensor, float | None]:
+    """``max_norm`` to compute with, and to show; None for one that the host would wait for."""
+    if isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1:
+        max_norm = max_norm.detach().reshape(())
+        if not max_norm.is_cpu:
+            return max_norm.to(dtype), None
+    elif isinstance(max_norm, torch.Tensor) or not isinstance(max_norm, SupportsFloat):
+        raise InputError(f"max_norm={max_norm!r}: expected a number")
+    value = float(max_norm)
+    if not value >= 0.0:
+        raise InputError(f"max_norm={value}: expected a number that is not negative")
+    return value, value
+
+
+def _resolve(
+    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+) -> tuple[Schedule, list[Sharded]]:
+    if isinstance(model_or_params, nn.Module):
+        schedule = schedule_of(model_or_params)
+        return schedule, schedule.parameters()
+    if not isinstance(model_or_params, Iterable):
+        raise InputError(f"{model_or_params!r}: expected a wrapped model or its parameters")
+    given = [model_or_params] if isinstance(model_or_params, torch.Tensor) else [*model_or_params]
+    params = [param for param in given if isinstance(param, Sharded)]
+    if len(params) != len(given) or not params:
+        raise InputError(
+            f"{len(given) - len(params)} of {len(given)} parameters are not of a wrapped model; "
+            "clip those with torch.nn.utils.clip_grad_norm_"
+        )
+    schedules = {id(param.flat.schedule): param.flat.schedule for param in params}
+    if len(schedules) > 1:
+        raise InputError("the parameters belong to several wrapped models; clip each on its own")
+    return next(iter(schedules.values())), params
+
+
+def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
+    """The p-norm of the parameters' gradients over all ranks, 0-d fp64."""
+    scale = schedule.reducer.grad_scale
+    pending = 1.0 if scale is None else scale.double()
+    powers = []
+    for param in params:
+        flat = param.flat
+        # Of this rank's shard, also where it has more: the terms are the same for every strategy.
+        begin, end, _ = flat.layout.local(param.segment, flat.shard)
+        if has_grad(param) and begin < end:
+            # Not param.grad, which would apply the pending factor to all gradients.
+            grad = flat.grads.shard()[begin:end]
+            if p == 2.0:
+                stats = torch.empty(2, dtype=torch.float64, device=grad.device)
+                ops.reduce_(grad, grad[None], stats=stats)
+                powers.append(stats[0] * pending**2)
+            else:
+                grad = grad.double().abs() * pending
+                powers.append(grad.max() if math.isinf(p) else grad.pow(p).sum())
+    total = torch.zeros(1, dtype=torch.float64, device=schedule.device)
+    if powers:
+        stacked = torch.stack(powers).double()
+        total[0] = stacked.max() if math.isinf(p) else stacked.sum()
+    if schedule.comm.size > 1:
+        schedule.begin_call(f"the {p}-norm of gradients")
+        tag = Tag(schedule.crew.step, "reduce", "root", "norm")
+        over, nan = schedule.comm.shards, total.isnan()
+        if math.isinf(p):  # of which a backend's maximum may keep a NaN or not
+            total = torch.cat([total.masked_fill(nan, 0.0), nan.double()])
+        schedule.comm.all_reduce(total, tag, over, maximum=math.isinf(p)).wait()
+        if math.isinf(p):
+            total = total[:1].masked_fill(total[1:] > 0, math.nan)
+    return (total if math.isinf(p) else total.pow(1.0 / p))[0]

@@ -1,0 +1,76 @@
+"""``zshard.describe``: what a wrapped model consists of, as text."""
+
+from __future__ import annotations
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from ..unit import Unit
+from ..units.flat import Flat
+from ..wrap import schedule_of
+
+_HEADS = (
+    "unit",
+    "module",
+    "strategy",
+    "parameters",
+    "trained",
+    "shard",
+    "padding",
+    "compute",
+    "reduce",
+    "master",
+    "now",
+)
+
+
+def describe(model: nn.Module) -> str:
+    """The ranks of a wrapped model, and a line for each flat buffer of each of its units.
+
+    Numbers are elements: of all its parameters, of those that are trained, of a rank's shard, and
+    of the whole buffer's padding. "now" is what the unit has in memory: SHARDED (its
+    shard alone), GATHERING, or GATHERED (whole parameters, too).
+
+    Raises:
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    comm = schedule.comm
+    rows = [_row(unit, flat) for unit in schedule.units for flat in unit.flats]
+    total = sum(segment.numel for f in schedule.flats for segment in f.layout.segments)
+    over = f"{comm.size} ranks" if comm.size > 1 else "one rank"
+    if comm.replicas.size > 1:
+        over += f", {comm.replicas.size} times"
+    units = "1 unit" if len(schedule.units) == 1 else f"{len(schedule.units)} units"
+    head = (
+        f"{type(model).__name__}: {total:,} parameters in {units}, sharded "
+        f"over {over} on {schedule.device}; this is rank {comm.place} of {comm.world}"
+    )
+    table = tabulate(
+        rows, _HEADS, tablefmt="plain", intfmt=",", disable_numparse=[0, 1] if rows else False
+    )
+    return f"{head}\n{table}"
+
+
+def _row(unit: Unit, flat: Flat) -> tuple[object, ...]:
+    layout, dtypes = flat.layout, flat.dtypes
+    numels = [segment.numel for segment in layout.segments]
+    trained = sum(n for n, each in zip(numels, flat.trained, strict=True) if each)
+    return (
+        unit.label,
+        type(unit.module).__name__,
+        unit.strategy.name,
+        sum(numels),
+        trained,
+        layout.shard_size,
+        layout.padding,
+        _name(dtypes.compute),
+        _name(dtypes.reduce),
+        "split" if dtypes.split else _name(dtypes.master),
+        unit.state.name,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

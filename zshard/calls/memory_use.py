@@ -1,0 +1,132 @@
+"""``zshard.memory``: what this rank holds of a wrapped model, counted from what is allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypedDict, cast
+
+from torch import nn
+
+from ..schedule import Schedule
+from ..step.reduction import scratch_sizes
+from ..unit import Unit
+from ..units.flat import Flat
+from ..wrap import schedule_of
+
+
+class Bytes(TypedDict):
+    """Bytes that this rank holds, by what they are for; padding is part of each."""
+
+    parameters: int  # compute-dtype copies and send buffers, whole or sharded as the strategy says
+    gradients: int  # gradient buffers that are allocated, and what no_sync holds back
+    master: int  # masters beside the parameters; 0 where the parameters are it
+    optimizer: int  # states of zshard's optimizers that have taken a step
+    padding: int  # the part of parameters and master that belongs to no parameter
+    states: int  # the sum of the above but padding
+    full_buffers: int  # memory that gathered units share
+    reduce_buffers: int
+    activations: int  # 0: they are autograd's
+    peak: int  # states and buffers together
+
+
+class UnitBytes(Bytes):
+    """Bytes that this rank holds of one unit, now.
+
+    Of the buffers that units share: full_buffers while it is gathered, if whole parameters do not
+    stay; reduce_buffers while it is reduced.
+    """
+
+    name: str
+    model_parameters: int  # elements, of the whole unit
+
+
+class Memory(TypedDict):
+    """The result of ``memory``, in bytes of this rank.
+
+    Keys:
+        now: each kind of bytes as it is.
+        peak: the most of each kind so far, since wrap or the last ``reset_peak``.
+        units: what each unit holds now, in the order of the unit map.
+    """
+
+    now: Bytes
+    peak: Bytes
+    units: list[UnitBytes]
+
+
+def memory(model: nn.Module, *, reset_peak: bool = False) -> Memory:
+    """Bytes that this rank holds for the model's parameters: now, at the peak so far, and by unit.
+
+    Counted from what zshard has allocated, under the keys of ``zshard.plan``, so that the two can
+    be compared. At the peak each kind is the most that there was of it; ``states`` and ``peak`` are
+    the most that there was at one time, which may be less than the sum of the kinds above.
+
+    Not counted, because it is not zshard's: activations; the gradients that autograd makes of the
+    unit under way, until they are packed or no_sync holds them; the states of other libraries'
+    optimizers; what the collectives' backend stages; what ignored parameters take. Nor what a
+    single call lends or copies: ``full_params``, ``state_dict``, saves.
+
+    Args:
+        reset_peak: let the next peak begin from what there is now, after this reading.
+
+    Raises:
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    pool, units = schedule.pool, _by_unit(schedule)
+    states = sum(unit["states"] for unit in units)
+    now = Bytes(
+        parameters=sum(unit["parameters"] for unit in units),
+        gradients=sum(unit["gradients"] for unit in units),
+        master=sum(unit["master"] for unit in units),
+        optimizer=sum(unit["optimizer"] for unit in units),
+        padding=sum(unit["padding"] for unit in units),
+        states=states,
+        full_buffers=pool.slot_bytes,
+        reduce_buffers=pool.scratch_bytes,
+        activations=0,
+        peak=states + pool.slot_bytes + pool.scratch_bytes,
+    )
+    peak = cast(Bytes, {**now, **pool.ledger.peak})
+    if reset_peak:
+        pool.ledger.restart()
+    return Memory(now=now, peak=peak, units=units)
+
+
+def _by_unit(schedule: Schedule) -> list[UnitBytes]:
+    optimizer: Counter[Flat] = Counter()
+    for each in schedule.optimizers:
+        optimizer.update(each.state_bytes(schedule))
+    return [_of_unit(unit, schedule, optimizer) for unit in schedule.units]
+
+
+def _of_unit(unit: Unit, schedule: Schedule, optimizer: Counter[Flat]) -> UnitBytes:
+    flats = unit.flats
+    parameters = sum(flat.copy.nbytes for flat in flats)
+    gradients = sum(flat.grads.nbytes for flat in flats)
+    master = sum(flat.master.nbytes for flat in flats)
+    states = sum(optimizer[flat] for flat in flats)
+    trained = [flat for flat in flats if flat.requires_grad]
+    full = sum(flat.full_bytes for flat in flats if flat.resident is None)
+    reduce = sum(scratch_sizes(trained, schedule.comm).values())
+    held = parameters + gradients + master + states
+    return UnitBytes(
+        name=unit.label,
+        model_parameters=sum(s.numel for flat in flats for s in flat.layout.segments),
+        parameters=parameters,
+        gradients=gradients,
+        master=master,
+        optimizer=states,
+        padding=sum(_padding(flat) for flat in flats),
+        states=held,
+        full_buffers=full,
+        reduce_buffers=reduce,
+        activations=0,
+        peak=held + full + reduce,
+    )
+
+
+def _padding(flat: Flat) -> int:
+    owned = flat.padding if flat.resident is None else flat.layout.padding
+    per_element = flat.master.nbytes // max(flat.owned.numel, 1)
+    return owned * flat.copy.element_size() + flat.padding * per_element

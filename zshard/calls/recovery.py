@@ -1,0 +1,71 @@
+"""After an exception in the middle of a collective over shared memory: all ranks begin anew.
+
+[Note: giving up]
+An exception that a signal's handler raises comes out of whatever the rank waits in, and the
+collective is half done. The rank says so in its note, and takes part in nothing any more; whoever
+waits for it finds that, gives up as well, and so all of them do. They stand at different places
+then, and know different things: so they meet in the process group, through which nothing of such
+models goes, forget all that was, gradients and programs too, and count their rounds from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from ..errors import CommError
+from ..schedule import LIVE, Schedule
+from ..step.updates import Tally
+from ..tag import Tag
+from ..transports.peer import PeerRanks
+
+
+def has_given_up(schedule: Schedule) -> bool:
+    """Whether this rank, or another, has left a collective over shared memory half done."""
+    neighbours = schedule.comm.shards.neighbours
+    return neighbours is not None and neighbours.given_up()
+
+
+def recover(schedule: Schedule) -> None:
+    """Bring back all models that share memory as that of ``schedule`` does; for all ranks to call.
+
+    Raises:
+        CommError: if that cannot be.
+        MismatchError: on every rank, if some have updated parameters and others have not.
+    """
+    neighbours = schedule.comm.shards.neighbours
+    assert neighbours is not None
+    models = sorted(
+        (each for each in LIVE if each.comm.shards.neighbours is neighbours),
+        key=lambda each: each.agreement.number,
+    )
+    if any(not each.comm.shards.in_memory or each.comm.replicas.size > 1 for each in models):
+        raise CommError(
+            f"rank {schedule.comm.place} of {schedule.comm.world} cannot be brought back after "
+            f"it has given up ({neighbours.failed}): with replicas, or a model wrapped with "
+            "comm='group', the process group may be in the middle of a collective, too. Start the "
+            "processes anew, from the last checkpoint."
+        )
+    for each in models:
+        each.comm.broken = True  # what is under way ends here
+        each.reducer.forget()
+        each.agreement.forget()
+        each.backward.forget()
+        for unit in each.units:
+            each.crew.reshard(unit)
+    arenas = [cast(PeerRanks, each.comm.shards).arena for each in models]
+    mine = [(each.agreement.number, each.updates.tallies()) for each in models]
+    with schedule.comm.named_errors("reset", Tag(schedule.crew.step, "reset", "root")):
+        told = neighbours.recover(arenas, mine)
+    everyone = [
+        dict(each) for each in cast("Sequence[list[tuple[int, tuple[int, Tally, Tally]]]]", told)
+    ]
+    for each in models:
+        each.comm.broken = False
+    for each in models:
+        found = [
+            tallies[each.agreement.number]
+            for tallies in everyone
+            if each.agreement.number in tallies
+        ]
+        each.updates.catch_up(found)

@@ -1,0 +1,138 @@
+"""What a script asks of a wrapped model as it trains: no_sync, method, trace, reset and stats."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import nn
+
+from ..errors import CommError, InputError, StateError
+from ..tracing.clock import Clock
+from ..tracing.trace import Trace
+from ..transports.counters import CommStats
+from ..wrap import schedule_of
+from .recovery import has_given_up, recover
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without reducing them, as in DDP.
+
+    Each rank adds up its own whole gradients, which costs their full size in memory (none where
+    the strategy keeps whole gradient buffers); the first backward outside the context reduces the
+    sum. Every rank has to use it for the same backwards.
+
+    Raises:
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    before, schedule.backward.sync = schedule.backward.sync, False
+    try:
+        yield
+    finally:
+        schedule.backward.sync = before
+
+
+def method(model: nn.Module, name: str) -> Callable[..., Any]:
+    """Make the method ``name`` of ``model`` gather parameters as forward does, and return it.
+
+    For methods that use parameters without going through ``model(...)``, such as an ``encode`` that
+    calls submodules. Inputs and outputs are cast, and backward works, as for forward; the method
+    may call the model itself. Every rank has to call it.
+
+    Raises:
+        InputError: if the model has no such method.
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    function = getattr(model, name, None) if isinstance(name, str) else None
+    if name == "forward":
+        raise InputError(
+            "zshard.method: forward gathers already; call the model itself, model(...)"
+        )
+    if not callable(function) or isinstance(function, nn.Module):
+        raise InputError(
+            f"zshard.method: {type(model).__name__} has no method {name!r} to be called in place "
+            "of forward"
+        )
+    if hasattr(function, "__zshard_method__"):
+        return cast(Callable[..., Any], function)
+
+    @functools.wraps(function)
+    def gathered(*args: object, **kwargs: object) -> object:
+        return schedule.methods.run(name, function, args, kwargs)
+
+    gathered.__zshard_method__ = True  # type: ignore[attr-defined]
+    setattr(model, name, gathered)
+    return gathered
+
+
+@contextmanager
+def trace(model: nn.Module) -> Iterator[Trace]:
+    """Record what the model does for the length of the context: phases, transfers, stalls, times.
+
+    Ranks may trace on their own. At the end collectives under way are waited for, a second at most,
+    and on CUDA what the GPU has still to do.
+
+    Raises:
+        StateError: if the model is being traced already.
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    comm = schedule.comm
+    if comm.trace is not None:
+        raise StateError(f"this {type(model).__name__} is being traced already: end that trace")
+    recorded = comm.trace = Trace(
+        Clock(schedule.device),
+        rank=comm.place,
+        world=comm.world,
+        units=[unit.label for unit in schedule.units],
+        model=type(model).__name__,
+    )
+    linger = False
+    try:
+        yield recorded
+        linger = True
+    finally:
+        comm.trace = None
+        recorded.end(linger=linger)
+
+
+def reset(model: nn.Module) -> None:
+    """Bring the model back to the sharded state after an exception in forward or backward.
+
+    Gradients that were not reduced yet are dropped. Also done by the next forward.
+
+    Over shared memory (``comm="peer"``) an exception may leave a collective half done: Ctrl-C,
+    while a rank waits. It has given up then, and the others get a CommError that says so. This call
+    brings them back if every rank makes it, and drops all gradients of all models over the group.
+
+    Raises:
+        CommError: if a rank does not come before the group's timeout; with replicas (HSDP), or
+            where a model over the process group may be in the middle of a collective, too.
+        MismatchError: on every rank, if some had made the step's update and some not.
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    if not has_given_up(schedule):
+        try:
+            schedule.reset()
+            return
+        except CommError:
+            if not has_given_up(schedule):
+                raise
+    recover(schedule)
+
+
+def stats(model: nn.Module) -> CommStats:
+    """The counters of the model's collectives: calls, bytes, and seconds the host waited.
+
+    They are live, of this rank alone, and count from wrap on.
+
+    Raises:
+        WrapError: if the model is not wrapped.
+    """
+    return schedule_of(model).comm.stats

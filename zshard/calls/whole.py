@@ -1,0 +1,243 @@
+"""Whole tensors out of shards: parameters, gradients, and a context with them in the modules.
+
+All of these are collectives: every rank of the mesh has to call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..digest import digest
+from ..errors import InputError, StateError
+from ..optimizers.stand_ins import put_in, take_out
+from ..param import Sharded, user_attributes
+from ..schedule import Schedule
+from ..sharded.slices import own_slice
+from ..tag import Tag
+from ..unit import State
+from ..units.flat import Flat
+from ..wrap import schedule_of
+from ..wrapping import same_model
+
+
+def full_param(model: nn.Module, name: str) -> torch.Tensor:
+    """The whole parameter ``name``: the master's value in the parameter's own dtype and shape.
+
+    A collective: every rank has to call it, between steps. The tensor is a copy.
+
+    Raises:
+        InputError: if the model has no such parameter, or it is whole (``ignored``).
+        MismatchError: on every rank, if they do not all call it, or have made other updates.
+        StateError: inside a forward or backward; if the parameters hold no valid values.
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    flat, index = _find(schedule, name)
+    schedule.begin_call(f"full_param({name!r})")
+    return _whole(flat, index, gathered(flat, flat.master.read(), schedule)).to(flat.dtypes.param)
+
+
+def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The whole reduced gradient of ``name``, in the reduce dtype; None where the plain model's is.
+
+    A collective: every rank has to call it, between backward and ``zero_grad``. The tensor is a
+    copy.
+
+    Raises:
+        InputError: if the model has no such parameter, or it is whole (``ignored``).
+        MismatchError: on every rank, if they do not all call it, or have made other updates.
+        StateError: inside a forward or backward; for a gradient that ``no_sync`` holds back.
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    flat, index = _find(schedule, name)
+    if flat.params[index].grad is None:
+        return None
+    flat.grads.before_access(index)
+    schedule.begin_call(f"full_grad({name!r})")
+    return _whole(flat, index, gathered(flat, flat.grads.owned(), schedule))
+
+
+@contextmanager
+def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
+    """Whole parameters in the modules of ``model``, on every rank, for the length of the context.
+
+    They are the masters' values in the parameters' own dtypes. A collective: every rank has to
+    enter, between steps. The model may be called inside under torch.no_grad(), on any rank, without
+    communication.
+
+    Args:
+        write: take what the context leaves in the parameters as their new values. Every rank has
+            to leave the same values, which are compared as it ends; each keeps its own shard of
+            them. Elements that are left as they were keep their master, whose fp32 has more bits
+            than a 16-bit parameter. After an exception nothing is taken.
+
+    Raises:
+        StateError: inside a forward or backward, or inside another full_params; at the end of one
+            for writing, if a sharded parameter was changed meanwhile (by an optimizer's step, say).
+        InputError: at the end, for a parameter that was replaced by one of another shape.
+        MismatchError: on every rank, if they do not all enter; at the end of one for writing, if
+            ranks left other values.
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    if schedule.whole:
+        raise StateError("zshard.full_params cannot be entered inside another full_params")
+    schedule.begin_call("full_params")
+    wholes = [[_stand_ins(flat, schedule) for flat in unit.flats] for unit in schedule.units]
+    given = [whole for params in wholes for flat_params in params for whole in flat_params]
+    versions = [flat.version for flat in schedule.flats]
+    schedule.whole = True
+    try:
+        for each, param in zip(given, schedule.parameters(), strict=True):
+            put_in(each, param)
+        for unit, params in zip(schedule.units, wholes, strict=True):
+            if unit.state is not State.SHARDED and not unit.strategy.resident:
+                unit.reshard()
+            unit.hold(params)
+        yield model
+        taken = _taken(schedule, wholes)
+    finally:
+        schedule.whole = False
+        for each in given:
+            take_out(each)
+        for unit in schedule.units:
+            unit.hold([flat.params for flat in unit.flats])
+    if write and versions != [flat.version for flat, _ in taken]:
+        raise StateError(
+            "parameters were changed by an optimizer's step, or through their shards, inside "
+            "zshard.full_params(model, write=True), which would undo that. They keep these "
+            "changes, and nothing of what was written in the context; do one after the other."
+        )
+    if write and schedule.comm.world > 1:
+        _compare(schedule, taken)
+    for flat, whole in taken:
+        for param, value in zip(flat.params, whole, strict=True):
+            param.requires_grad_(value.requires_grad)
+        if write:
+            _take_back(flat, whole)
+
+
+def _taken(
+    schedule: Schedule, wholes: list[list[list[nn.Parameter]]]
+) -> list[tuple[Flat, list[nn.Parameter]]]:
+    """What is in the modules now: what was put in, or other parameters put in its place."""
+    given = {id(param) for params in wholes for whole in params for param in whole}
+    for unit, params in zip(schedule.units, wholes, strict=True):
+        for place in unit.places:
+            now = place.module._parameters.get(place.attribute)
+            if now is not None and id(now) not in given:  # load_state_dict(assign=True)
+                params[place.flat][place.segment] = now
+    return list(zip(schedule.flats, [whole for params in wholes for whole in params], strict=True))
+
+
+def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -> None:
+    """Make sure that every rank has left the same values."""
+    schedule.begin_call("the end of full_params(write=True)")
+    names = [name for flat, _ in taken for name in flat.names]
+    mine = [digest(value) for _, whole in taken for value in whole]
+    remedy = (
+        "each would keep its own part of them, so nothing of what was written inside "
+        "zshard.full_params(model, write=True) is taken. Write the same on every rank"
+    )
+    tag = Tag(schedule.crew.step, "full_params", "root")
+    same_model.same_values(names, mine, schedule.comm, tag, remedy)
+
+
+def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's slice of every parameter's master: name -> 1-D view, in the master dtype.
+
+    The slices are in memory order and may be empty. Call ``mark_updated`` after writing any. Take
+    them anew before writing in a later step: others may read them after a forward or backward.
+
+    Raises:
+        StateError: if the master is split, and so has no such slices; if they hold no valid values.
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    schedule.require_values("zshard.local_shards")
+    if any(flat.dtypes.split for flat in schedule.flats):
+        raise StateError("zshard.local_shards: a split master is two planes; use full_params")
+    for flat in schedule.flats:
+        flat.before_write()
+    return {
+        name: param.local
+        for flat in schedule.flats
+        for name, param in zip(flat.names, flat.params, strict=True)
+    }
+
+
+def mark_updated(model: nn.Module) -> None:
+    """Say that ``local_shards`` were written: the next gather sends the new values.
+
+    Each rank for itself; call it on all that wrote, before the next forward.
+
+    Raises:
+        WrapError: if the model is not wrapped.
+    """
+    for flat in schedule_of(model).flats:
+        flat.updated(send_written=False)
+
+
+def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
+    for flat in schedule.flats:
+        for index, names in enumerate(flat.all_names):
+            if name in names:
+                return flat, index
+    if name in dict(schedule.model.named_parameters(remove_duplicate=False)):
+        raise InputError(f"{name!r} is not sharded (ignored=): every rank has it, read it there")
+    raise InputError(f"the wrapped model has no parameter {name!r}")
+
+
+def gathered(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+    """The full buffer (N * S,) that ``owned`` (O,) is this rank's part of, or all of: then itself.
+
+    A collective, to come after ``Schedule.begin_call``.
+    """
+    if not flat.needs_gather:
+        return owned
+    full = torch.empty(flat.layout.numel, dtype=owned.dtype, device=owned.device)
+    tag = Tag(schedule.crew.step, "gather", flat.names[0])
+    schedule.comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
+    return full
+
+
+def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
+    """Parameter ``index`` out of the full buffer, as a tensor of its own."""
+    view = flat.layout.segments[index].view_of(full)
+    return view.clone(memory_format=torch.preserve_format)
+
+
+def _stand_ins(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
+    owned = flat.master.read()
+    full = gathered(flat, owned, schedule)
+    if full is owned and flat.dtypes.param == full.dtype:
+        full = full.clone()  # what is written in there is no new value of the master
+    full = full.to(flat.dtypes.param)
+    made = []
+    for segment, param, trained in zip(
+        flat.layout.segments, flat.params, flat.trained, strict=True
+    ):
+        whole = nn.Parameter(segment.view_of(full), requires_grad=trained)
+        whole.__dict__.update(user_attributes(param))
+        made.append(whole)
+    return made
+
+
+def _take_back(flat: Flat, whole: list[nn.Parameter]) -> None:
+    exact = flat.dtypes.param == flat.dtypes.master
+    with torch.no_grad():
+        for index, (param, value) in enumerate(zip(flat.params, whole, strict=True)):
+            given = own_slice(param, value).to(flat.device)
+            if not exact and given.dtype == flat.dtypes.param:
+                begin, end, _ = flat.local(index)
+                master = flat.master.read(begin, end)
+                bits = torch.int16  # so that a NaN, too, is what it was
+                before = master.to(given.dtype)
+                left = given.contiguous().view(bits) == before.view(bits)
+                given = torch.where(left, master, given.to(master.dtype))
+            param.copy_(Sharded(given, flat, index))

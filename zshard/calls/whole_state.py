@@ -1,0 +1,99 @@
+"""The plain model's state_dict out of shards: whole tensors on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..errors import StateError
+from ..schedule import Schedule
+from ..transports.simulated import require_real
+from ..units.flat import Flat
+from ..units.storage import storage_of
+from ..wrap import schedule_of
+from .whole import gathered
+
+
+@torch.no_grad()
+def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
+    """What the plain model's ``state_dict()`` would hold, whole, in memory of its own on the CPU.
+
+    Every rank has to call it. Keys and their order are the plain model's, hooks and
+    ``_extra_state`` included; tied names share one tensor; parameters are the masters' values in
+    their own dtypes; buffers are those of rank 0. On the device one flat buffer is whole at a time.
+
+    Args:
+        all_ranks: return it on every rank. Else the ranks other than 0 get an empty dict, and hold
+            no more of the model than that one flat buffer.
+
+    Raises:
+        StateError: inside a forward or backward, or inside zshard.full_params; for simulated ranks.
+        MismatchError: on every rank, if not all make this call.
+        WrapError: if the model is not wrapped.
+    """
+    schedule = schedule_of(model)
+    require_real(schedule.comm.axes, "zshard.state_dict")
+    if schedule.whole:
+        raise StateError(
+            "zshard.state_dict inside zshard.full_params: there the modules hold whole parameters, "
+            "and model.state_dict() is whole as it is"
+        )
+    schedule.begin_call(f"state_dict(all_ranks={all_ranks})")
+    for unit in schedule.units:
+        unit.require_parameters()
+    if all_ranks:
+        schedule.buffers.broadcast(schedule.crew.step)
+    wanted = all_ranks or schedule.comm.place == 0
+    whole = [
+        [_on_the_host(flat, schedule, wanted) for flat in unit.flats] for unit in schedule.units
+    ]
+    return _with_parameters(model, schedule, whole) if wanted else {}
+
+
+def _on_the_host(flat: Flat, schedule: Schedule, wanted: bool) -> list[nn.Parameter]:
+    """The whole parameters of ``flat``; none where they are not wanted."""
+    full = gathered(flat, flat.master.read(), schedule)
+    if not wanted:
+        return []
+    params = []
+    for segment, trained in zip(flat.layout.segments, flat.trained, strict=True):
+        value = torch.empty_strided(
+            segment.shape, segment.stride, dtype=flat.dtypes.param, device="cpu"
+        )
+        value.copy_(segment.view_of(full))
+        params.append(nn.Parameter(value, requires_grad=trained))
+    return params
+
+
+def _with_parameters(
+    model: nn.Module, schedule: Schedule, whole: list[list[list[nn.Parameter]]]
+) -> dict[str, torch.Tensor]:
+    """The model's own state_dict() while its modules hold ``whole``."""
+    try:
+        for unit, params in zip(schedule.units, whole, strict=True):
+            unit.hold(params)
+        found = model.state_dict()
+    finally:
+        for unit in schedule.units:
+            unit.hold([flat.params for flat in unit.flats])
+    _own(found, [param for params in whole for each in params for param in each])
+    return found
+
+
+def _own(found: dict[str, torch.Tensor], whole: Iterable[torch.Tensor]) -> None:
+    """Put copies on the CPU in the place of what is the model's memory: all but ``whole``."""
+    copies = {_memory_of(param): param.detach() for param in whole}
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):  # extra state may be anything
+            memory = _memory_of(value)
+            if memory not in copies:
+                copies[memory] = value.detach().to("cpu", copy=True)
+            found[name] = copies[memory]
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are one: each ``detach`` makes a new object."""
+    where = storage_of(tensor), tensor.storage_offset()
+    return *where, tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,1 @@
+"""Optimizers over shards; those to be used are in ``optim.py``."""

@@ -1,0 +1,273 @@
+"""The tables that one call of an optimizer op takes: which shards, which segments, which numbers.
+
+A batch is what a call updates: shards of one dtype on one device, and one row for each parameter
+that lies (in part) in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..errors import OptimizerError
+from ..layout import Range, memory_order
+from ..param import Sharded
+from ..streams import upload
+from ..units.flat import Flat
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+
+class Kind(NamedTuple):
+    """What the shards of one batch have in common."""
+
+    schedule: Schedule | None  # of the wrapped model; None for plain parameters
+    device: torch.device
+    grad: torch.dtype
+    send: torch.dtype | None  # None: the master is what is sent
+    split: bool
+
+
+class Shard(NamedTuple):
+    """What one entry of a batch's lists is of."""
+
+    flat: Flat | None  # None: a plain parameter
+    part: Range  # of what this rank updates
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part's elements of a tensor that has all, (O,)."""
+        return tensor if self.part.numel == tensor.numel() else self.part.of(tensor)
+
+
+class Row(NamedTuple):
+    """One parameter in a batch."""
+
+    param: torch.Tensor
+    group: int  # index into the optimizer's param_groups
+    shard: int  # index into the batch's lists
+    begin: int  # elements, in the shard
+    end: int
+
+
+Hyper = tuple[float, ...]  # a row of the op's table of hyper-parameters, (6,)
+
+
+@dataclass
+class Batch:
+    """The arguments of one call of ``adamw_`` or ``sgd_``, kept from step to step.
+
+    Args:
+        names: the states of a parameter.
+    """
+
+    names: tuple[str, ...]
+    rows: list[Row] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)
+    masters: list[torch.Tensor] = field(default_factory=list)  # (S,) fp32, or upper planes
+    lows: list[torch.Tensor] = field(default_factory=list)  # (S,) int16, where masters are split
+    states: dict[str, list[torch.Tensor]] = field(init=False)  # (S,) fp32 each
+    _hypers_of: list[Hyper] | None = None
+    _active_of: list[bool] | None = None
+
+    # Made by ``tabulate`` and ``refresh``.
+    segments: torch.Tensor = field(init=False)  # (G, 3) int64
+    steps: torch.Tensor = field(init=False)  # (G,) int64
+    hypers: torch.Tensor = field(init=False)  # (G, 6) float64
+    active: torch.Tensor = field(init=False)  # (G,) uint8
+
+    def __post_init__(self) -> None:
+        self.states = {name: [] for name in self.names}
+
+    def add(self, flat: Flat, members: Mapping[int, tuple[Sharded, int]]) -> None:
+        """Append rows for ``members`` of ``flat``, segment -> parameter and group.
+
+        Their shard is all that this rank updates of ``flat``, padding included; where another
+        optimizer has the rest, or nobody, there is a shard for each run of members, so that states
+        are made for those alone.
+        """
+        everything = len(members) == len(flat.params)
+        for run in _runs(members):
+            part = Range(flat.local(run[0]).begin, flat.local(run[-1]).end)
+            shard = Shard(flat, Range(0, flat.owned.numel) if everything else part)
+            split = flat.master.low is not None
+            self._append(shard, shard.of(flat.master.send if split else flat.master.read()))
+            if flat.master.low is not None:
+                self.lows.append(shard.of(flat.master.low))
+            for segment in run:
+                begin, end, _ = flat.local(segment)
+                self._add_row(*members[segment], begin - shard.part.begin, end - shard.part.begin)
+
+    def add_plain(self, param: torch.Tensor, group: int) -> None:
+        """Append a row for a parameter that is not sharded, a shard of its own."""
+        self._append(Shard(None, Range(0, param.numel())), flat_view(param))
+        self._add_row(param, group, 0, param.numel())
+
+    def _append(self, shard: Shard, master: torch.Tensor) -> None:
+        self.shards.append(shard)
+        self.masters.append(master)
+        for states in self.states.values():
+            states.append(torch.zeros_like(master, dtype=torch.float32))
+
+    def _add_row(self, param: torch.Tensor, group: int, begin: int, end: int) -> None:
+        self.rows.append(Row(param, group, len(self.shards) - 1, begin, end))
+
+    def tabulate(self) -> None:
+        """Make the tables that depend on the rows alone, and zero the step counts."""
+        device = self.masters[0].device
+        table = [[row.shard, row.begin, row.end] for row in self.rows]
+        self.segments = torch.tensor(table, dtype=torch.int64, device="cpu").to(device)
+        self.steps = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
+
+    def refresh(self, hypers: list[Hyper], active: list[bool]) -> None:
+        """Bring the tables of hyper-parameters (by group) and activity (by row) up to date."""
+        device = self.segments.device
+        if hypers != self._hypers_of:
+            table = [hypers[row.group] for row in self.rows]
+            on_host = torch.tensor(table, dtype=torch.float64, device="cpu")
+            self.hypers, self._hypers_of = upload(on_host, device), hypers
+        if active != self._active_of:
+            on_host = torch.tensor(active, dtype=torch.uint8, device="cpu")
+            self.active = upload(on_host, device)
+            self._active_of = active
+
+    def grads(self) -> list[torch.Tensor]:
+        """The gradient of every shard, 1-D, in the order of ``masters``."""
+        found: list[torch.Tensor] = []
+        for row in self.rows:
+            if row.shard == len(found):
+                shard = self.shards[row.shard]
+                flat = shard.flat
+                found.append(
+                    _plain_grad(row.param) if flat is None else shard.of(flat.grads.owned())
+                )
+        return found
+
+    def sends(self) -> list[torch.Tensor]:
+        """The send buffers that the update writes too; none where the masters are sent."""
+        return [
+            shard.of(shard.flat.master.send)
+            for shard in self.shards
+            if shard.flat is not None and shard.flat.master.has_copy
+        ]
+
+    def before_write(self) -> None:
+        """Let gathers end that still send what the last update wrote."""
+        for flat in self._flats():
+            flat.before_write()
+
+    def written(self) -> None:
+        """Tell the flat buffers, or autograd, that the masters have new values."""
+        for flat in self._flats():
+            flat.updated(send_written=not flat.master.stale)
+        for shard, master in zip(self.shards, self.masters, strict=True):
+            if shard.flat is None:
+                torch.autograd.graph.increment_version(master)
+
+    def _flats(self) -> Iterable[Flat]:
+        return dict.fromkeys(shard.flat for shard in self.shards if shard.flat is not None)
+
+
+def batches_of(
+    params: Iterable[tuple[torch.Tensor, int]], names: tuple[str, ...]
+) -> dict[Kind, Batch]:
+    """The batches of parameters with their groups.
+
+    Args:
+        names: the states of a parameter.
+
+    Raises:
+        OptimizerError: for a master that is not fp32, or a parameter that is not one block of
+            memory.
+    """
+    found: dict[Kind, Batch] = {}
+    by_flat: dict[Flat, dict[int, tuple[Sharded, int]]] = {}
+    for param, group in params:
+        if isinstance(param, Sharded):
+            by_flat.setdefault(param.flat, {})[param.segment] = (param, group)
+        else:
+            found.setdefault(kind_of(param), Batch(names)).add_plain(param, group)
+    for flat, members in by_flat.items():
+        first, _ = next(iter(members.values()))
+        found.setdefault(kind_of(first), Batch(names)).add(flat, members)
+    for batch in found.values():
+        batch.tabulate()
+    return found
+
+
+def _runs(segments: Iterable[int]) -> list[list[int]]:
+    """``segments`` in order, cut where one is left out."""
+    runs: list[list[int]] = []
+    for segment in sorted(segments):
+        if runs and runs[-1][-1] + 1 == segment:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return runs
+
+
+def kind_of(param: torch.Tensor) -> Kind:
+    """The batch that ``param`` belongs to.
+
+    Raises:
+        OptimizerError: if its master is not fp32.
+    """
+    if isinstance(param, Sharded):
+        flat = param.flat
+        send = flat.dtypes.compute if flat.master.has_copy else None
+        kind = Kind(flat.schedule, flat.device, flat.dtypes.reduce, send, flat.dtypes.split)
+        name, master = param.fqn, flat.dtypes.master
+    else:
+        kind = Kind(None, param.device, param.dtype, None, split=False)
+        name, master = f"a parameter of shape {tuple(param.shape)}", param.dtype
+    if master != torch.float32:
+        raise OptimizerError(
+            f"{name} has a {master} master; zshard's optimizers update fp32 masters. "
+            "torch.optim.AdamW works on every dtype."
+        )
+    return kind
+
+
+def has_grad(param: torch.Tensor) -> bool:
+    """Whether any rank has a gradient for ``param``.
+
+    Raises:
+        StateError: if it is held back by no_sync.
+    """
+    if isinstance(param, Sharded):
+        grads = param.flat.grads
+        if grads.is_held_back(param.segment):
+            grads.before_access(param.segment)
+        return grads.present[param.segment]
+    return param.grad is not None
+
+
+def flat_view(param: torch.Tensor) -> torch.Tensor:
+    """The memory of a plain parameter as a 1-D tensor.
+
+    Raises:
+        OptimizerError: if it does not fill one block of memory.
+    """
+    try:
+        return param.detach().permute(memory_order(param.stride())).view(-1)
+    except RuntimeError as error:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} does not fill "
+            "one block of memory; make it contiguous first"
+        ) from error
+
+
+def _plain_grad(param: torch.Tensor) -> torch.Tensor:
+    """The gradient of a plain parameter, 1-D in the parameter's memory order."""
+    if param.grad is None:
+        return flat_view(param)  # the segment is inactive: never read
+    if param.grad.layout is not torch.strided:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(param.shape)} has a gradient of layout "
+            f"{param.grad.layout}; zshard's optimizers take dense ones. Wrapped models' are dense; "
+            "for a plain one take torch.optim.SparseAdam"
+        )
+    return param.grad.permute(memory_order(param.stride())).reshape(-1)

@@ -1,0 +1,301 @@
+"""What zshard's optimizers share: one op call over every shard of the model, and its states.
+
+Also for plain, unsharded fp32 parameters, which get the same bits: an element's update does not
+depend on where it lies. (Other elementwise optimizers come from torch.optim, and work on shards.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import OptimizerError
+from ..param import Sharded
+from ..schedule import LIVE, Schedule
+from ..step.updates import note_states, note_step
+from ..units.flat import Flat
+from ..units.leaf import LiveLeaf
+from .batches import Batch, Hyper, Kind, batches_of, has_grad
+from .optim_states import as_sharded, check_fits, sharded_like, slice_of, with_step
+from .stand_ins import refuse_parameters_of_a_copy
+
+Saved = Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]  # parameters and their states
+ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+
+
+class FusedOptimizer(Optimizer):
+    """An optimizer whose step is one op call for each kind of shard."""
+
+    def __init__(self, params: ParamGroups, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._forget_layout()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, of a copy or a pickle; the next step lays out batches and states anew."""
+        super().__setstate__(state)
+        self._forget_layout()
+
+    def _forget_layout(self) -> None:
+        self._batches: dict[Kind, Batch] = {}
+        self._built_for: list[tuple[object, ...]] = []
+        self._laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the states, made for it
+
+    @abstractmethod
+    def _state_names(self) -> tuple[str, ...]:
+        """The states of a parameter, each of the size of its shard."""
+
+    @abstractmethod
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        """A group's row in the op's table."""
+
+    @abstractmethod
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Raise InputError if a group has settings out of range."""
+
+    @abstractmethod
+    def _torch_settings(self) -> dict[str, Any]:
+        """What torch.optim's groups say of the rule, and is the same for all of these."""
+
+    @abstractmethod
+    def _launch(
+        self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
+    ) -> None:
+        """Call the op."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient on any rank; the others are left alone.
+
+        Raises:
+            OptimizerError: parameters that were wrapped after the optimizer had taken a step on
+                them, or whose master is not fp32; or those of a copy of the model that was wrapped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.lay_out()
+        refuse_parameters_of_a_copy([p for group in self.param_groups for p in group["params"]])
+        for kind in self._batches:
+            if kind.schedule is not None:
+                kind.schedule.backward.require_gradients()
+        settings = [self._hyper(group) for group in self.param_groups]
+        note_step(type(self).__name__, self.param_groups, settings)
+        active = [[has_grad(row.param) for row in batch.rows] for batch in self._batches.values()]
+        for (kind, batch), rows in zip(self._batches.items(), active, strict=True):
+            self._update(kind, batch, rows, settings)
+        for schedule in dict.fromkeys(kind.schedule for kind in self._batches):
+            if schedule is not None:
+                schedule.renew()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's.
+
+        Raises:
+            OptimizerError: for whole parameters of a wrapped model.
+            InputError: for settings out of range.
+        """
+        if isinstance(param_group, dict):
+            self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        if any(type(param) is LiveLeaf for param in self.param_groups[-1]["params"]):
+            raise OptimizerError(
+                "the optimizer was given whole parameters, which modules hold while their unit "
+                "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
+                "first."
+            )
+
+    def _update(self, kind: Kind, batch: Batch, active: list[bool], hypers: list[Hyper]) -> None:
+        if not any(active):
+            return
+        schedule = kind.schedule
+        grad_scale = None if schedule is None else schedule.reducer.grad_scale
+        if grad_scale is not None:
+            grad_scale = grad_scale.float()  # fp64 where other parameters of the model are
+        with nullcontext() if schedule is None else schedule.crew.doing("step", schedule.root):
+            batch.refresh(hypers, active)
+            batch.before_write()
+            self._launch(batch, None if all(active) else batch.active, grad_scale)
+            batch.written()
+
+    def lay_out(self) -> None:
+        """Lay out batches and states anew, if the parameters are not those of last time."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        names = self._state_names()
+        signature: list[tuple[object, ...]] = [
+            (id(p), type(p), _is_trained(p), _address(p), names) for p in params
+        ]
+        if signature == self._built_for and self._has_own_states():
+            return
+        was = {key: kind for key, kind, *_ in self._built_for}
+        for param in params:
+            if was.get(id(param), type(param)) is not type(param) and self.state.get(param):
+                raise OptimizerError(
+                    "the optimizer had taken steps before zshard.wrap, and its state is that of "
+                    "whole parameters. Wrap the model first, or make a new optimizer."
+                )
+        saved = [(p, self.state.pop(p)) for p in params if self.state.get(p)]
+        self._laid_out = {}
+        grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+        self._batches = batches_of([each for each in grouped if _is_trained(each[0])], names)
+        for kind, batch in self._batches.items():
+            for step, row in zip(batch.steps, batch.rows, strict=True):
+                slices = {n: batch.states[n][row.shard][row.begin : row.end] for n in names}
+                self._laid_out[row.param] = {"step": step, **slices}
+                self.state[row.param] = {**self._laid_out[row.param]}
+            if kind.schedule is not None and self not in kind.schedule.optimizers:
+                kind.schedule.optimizers.add(self)
+                forget = kind.schedule.pool.ledger.set_optimizer
+                weakref.finalize(self, forget, id(self), 0).atexit = False
+        self._built_for = signature
+        self.tell_ledgers(saved)  # the old states and the new ones are there at once
+        self._restore(saved)
+        self.tell_ledgers()
+
+    def _has_own_states(self) -> bool:
+        """Whether the states are still those that were laid out; the user may clear or set them."""
+        return all(
+            self.state.get(param, {}).get(name) is value
+            for param, laid_out in self._laid_out.items()
+            for name, value in laid_out.items()
+        )
+
+    def tell_ledgers(self, replaced: Saved = ()) -> None:
+        """Tell the ledgers of the wrapped models what the states take; see ``state_bytes``."""
+        for schedule in LIVE:
+            if self in schedule.optimizers:
+                nbytes = sum(self.state_bytes(schedule, replaced).values())
+                schedule.pool.ledger.set_optimizer(id(self), nbytes)
+
+    def state_bytes(self, schedule: Schedule, replaced: Saved = ()) -> dict[Flat, int]:
+        """Bytes of the states of one wrapped model, by flat buffer, padding included.
+
+        Args:
+            replaced: states that are there besides.
+        """
+        states = [
+            (shard.flat, state)
+            for batch in self._batches.values()
+            for each in batch.states.values()
+            for shard, state in zip(batch.shards, each, strict=True)
+        ]
+        # Those of what was frozen since are kept.
+        for param, values in (*self.state.items(), *replaced):
+            if isinstance(param, Sharded):
+                kept = [value for name, value in values.items() if name != "step"]
+                states += [(param.flat, each) for each in kept if isinstance(each, torch.Tensor)]
+        seen: set[int] = set()
+        found: dict[Flat, int] = {}
+        for flat, state in states:
+            if flat is not None and flat.schedule is schedule:
+                storage = slice_of(state).untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    found[flat] = found.get(flat, 0) + storage.nbytes()
+        return found
+
+    # --- state_dict ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's, on wrapped models too: of each parameter, states sharded like it.
+
+        The states are those in memory, no copies, but for the counts of steps, which are float32
+        as torch's kernels take them. The groups have all that those of the optimizer of the same
+        name in torch.optim have, so that it can load them.
+        """
+        self.lay_out()
+        found = super().state_dict()
+        params = self._numbered(found)
+        found["state"] = {
+            key: sharded_like(params[key], values) if isinstance(key, int) else values
+            for key, values in found["state"].items()
+        }
+        settings = self._torch_settings() | _TORCH_LAUNCHES
+        found["param_groups"] = [settings | group for group in found["param_groups"]]
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the states and the hyper-parameters of ``state_dict``.
+
+        A state may be sharded like its parameter, whole, or this rank's slice, 1-D. It may come
+        from the optimizer of the same name in torch.optim.
+
+        Raises:
+            OptimizerError: if it is of other parameters, of another rule, or sharded otherwise.
+        """
+        self.lay_out()
+        theirs, ours = (
+            [len(group["params"]) for group in groups]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        if theirs != ours:
+            raise OptimizerError(
+                f"the state is of groups of {theirs} parameters, the optimizer has groups of {ours}"
+            )
+        numbered = self._numbered(state_dict)
+        saved = {
+            numbered[number]: with_step(values) for number, values in state_dict["state"].items()
+        }
+        for param, values in saved.items():
+            check_fits(param, values, self.state.get(param, {}))
+        groups = [self.own_settings(group) for group in state_dict["param_groups"]]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self._built_for = []
+        self.lay_out()
+        for param, values in saved.items():
+            note_states(type(self).__name__, param, values)
+        self._restore(list(saved.items()))
+        self.tell_ledgers()
+
+    def _numbered(self, state_dict: dict[str, Any]) -> dict[object, torch.Tensor]:
+        """The parameters under what ``state_dict`` calls them: torch's numbers, or names."""
+        calls = [each for group in state_dict["param_groups"] for each in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        return dict(zip(calls, params, strict=True))
+
+    def own_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Of a saved group what this optimizer has."""
+        fixed = self._torch_settings()
+        for name, value in fixed.items():
+            if group.get(name, value) != value:
+                raise OptimizerError(
+                    f"the state is of an optimizer with {name}={group[name]}; zshard's "
+                    f"{type(self).__name__} has {name}={value}, another rule. torch.optim's "
+                    "optimizers work on wrapped models too."
+                )
+        foreign = fixed.keys() | _TORCH_LAUNCHES.keys()
+        return {name: value for name, value in group.items() if name not in foreign}
+
+    def _restore(self, states: Saved) -> None:
+        for param, values in states:
+            own = self.state.get(param)
+            if not own:  # frozen since; it may be trained again
+                self.state[param] = {name: slice_of(value) for name, value in values.items()}
+            elif own.keys() <= values.keys():
+                for name, state in own.items():
+                    as_sharded(param, state).copy_(as_sharded(param, values[name]))
+
+
+# What torch.optim's groups say beside the rule: by which kernels it is carried out.
+_TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+def _is_trained(param: torch.Tensor) -> bool:
+    """Whether there are gradients for ``param``, or others of its shard, or may be."""
+    if not isinstance(param, Sharded) or param.flat.requires_grad:
+        return True
+    param.flat.schedule.reducer.settle()
+    return any(param.flat.grads.present)  # frozen since the backward
+
+
+def _address(param: torch.Tensor) -> int:
+    """Where a plain parameter lies, which assigning ``.data`` changes; a sharded one stays."""
+    return 0 if isinstance(param, Sharded) else param.data_ptr()

@@ -1,0 +1,74 @@
+"""A parameter's optimizer state in its forms: this rank's slice, sharded like it, or whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import OptimizerError
+from ..param import Sharded
+
+
+def with_step(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``values``, with the step that torch.optim.SGD does not count: its momentum has begun."""
+    if values.keys() != {"momentum_buffer"}:
+        return values
+    return {**values, "step": torch.ones((), dtype=torch.int64, device="cpu")}
+
+
+def sharded_like(param: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    """States of ``param`` as a state_dict has them."""
+    counted = {name: value.float() for name, value in values.items() if name == "step"}
+    return {name: as_sharded(param, value) for name, value in values.items()} | counted
+
+
+def as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value``, or what a state's memory is to others: sharded, or whole, like ``param``."""
+    if isinstance(value, Sharded) or value.ndim != 1:
+        return value
+    if not isinstance(param, Sharded):  # the whole state, in the parameter's memory order
+        return value.as_strided(param.shape, param.stride())
+    if value.numel() != param._numel():  # whole
+        return value
+    return Sharded(value, param.flat, param.segment)
+
+
+def slice_of(value: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a sharded state; other states as they are."""
+    return value.local if isinstance(value, Sharded) else value
+
+
+def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether ``value`` can be copied into the state ``own`` of ``param``."""
+    if isinstance(value, Sharded):
+        return isinstance(param, Sharded) and own.ndim == 1 and value.lines_up_with(param)
+    if own.ndim == 1 and not isinstance(param, Sharded):
+        return value.shape == param.shape
+    # A step is 0-d, in torch.optim too.
+    return value.shape == own.shape or (own.ndim == 1 and value.shape == param.shape)
+
+
+def check_fits(
+    param: torch.Tensor, values: dict[str, torch.Tensor], states: dict[str, torch.Tensor]
+) -> None:
+    """Make sure that ``values`` can be copied into the ``states`` of ``param``.
+
+    Raises:
+        OptimizerError: with the first that is missing, of another shape, or cut otherwise.
+    """
+    for name, own in states.items():
+        if name not in values or not _fits(values[name], own, param):
+            label, due = str(tuple(param.shape)), own.shape
+            if isinstance(param, Sharded):
+                label = param.fqn
+            elif own.ndim == 1:
+                due = param.shape
+            got = str(tuple(values[name].shape)) if name in values else "nothing"
+            if isinstance(values.get(name), Sharded):
+                got += ", cut into other shards"
+            raise OptimizerError(
+                f"state {name!r} of {label}: expected {tuple(due)}, got {got}. "
+                "Shards fit the same model, unit map and number of ranks; others take "
+                "whole tensors, or load by torch.distributed.checkpoint."
+            )

@@ -1,0 +1,86 @@
+"""Other libraries' optimizers over sharded parameters: what is looked at before their steps.
+
+torch calls a hook before every optimizer's step. It finds what those operations on shards that an
+optimizer consists of would come to know too late, or not at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import OptimizerError
+from ..param import Sharded
+from ..step.updates import note_step
+from .batches import has_grad
+from .fused import FusedOptimizer
+from .stand_ins import refuse_lost_step
+
+# What of a group says how a step is computed, and not which step.
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+@functools.cache
+def look_after() -> None:
+    """Check every other optimizer's steps from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    """Check that all ranks make the same step, and that it cannot fail halfway.
+
+    Raises:
+        OptimizerError: if it has states of whole tensors for sharded parameters, or others' shards;
+            if nothing of the model would change.
+        StateError: if no_sync holds back a gradient.
+    """
+    # A closure runs the last backward of the step, which may be the one that reduces.
+    has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            refuse_lost_step(param, has_closure=has_closure)
+    if isinstance(optimizer, FusedOptimizer):
+        return
+    settings: list[dict[str, object]] = []
+    for group in optimizer.param_groups:
+        sharded = [param for param in group["params"] if isinstance(param, Sharded)]
+        for param in sharded:
+            if not has_closure:
+                has_grad(param)  # which refuses one that no_sync holds back
+            _refuse_other_states(param, optimizer.state.get(param, {}))
+        if sharded:
+            numbers = {k: _number(group[k]) for k in sorted(group.keys() - _HOW)}
+            settings.append({k: value for k, value in numbers.items() if value is not None})
+    note_step(type(optimizer).__name__, optimizer.param_groups, settings)
+
+
+def _refuse_other_states(param: Sharded, states: Mapping[str, object]) -> None:
+    for name, value in states.items():
+        if isinstance(value, Sharded) and not value.lines_up_with(param):
+            raise OptimizerError(
+                f"the optimizer's state {name!r} of {param.fqn} is cut for another model, unit map "
+                "or number of ranks. Take it over by zshard.save and zshard.load, or "
+                "torch.distributed.checkpoint."
+            )
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, Sharded)
+        if whole and value.ndim > 0 and value.shape == param.shape:  # type: ignore[attr-defined]
+            raise OptimizerError(
+                f"the optimizer's state {name!r} of {param.fqn} is of the whole parameter: it had "
+                "taken steps before zshard.wrap, a plain state_dict was loaded, or it makes such "
+                "states itself and cannot work on shards. Wrap the model first, or make a new "
+                "optimizer; zshard's take plain state_dicts."
+            )
+
+
+def _number(value: object) -> object:
+    """A setting as it is compared; what is on a GPU is not waited for."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.is_cpu and value.numel() == 1 else None
+    numbers = value if isinstance(value, (tuple, list)) else [value]
+    return value if all(isinstance(each, (int, float)) for each in numbers) else None

@@ -1,0 +1,92 @@
+"""Whole parameters that stand in for sharded ones in ``full_params``; no step on them gets lost.
+
+Inside, the modules hold Parameters of their own, without gradients, which the model does not look
+at any more once the context has ended. An optimizer over them would change nothing without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import OptimizerError
+from ..param import Sharded
+from ..schedule import LIVE
+
+# Of each whole parameter that a context has in the modules now, by id: itself, and the sharded one.
+# No weak reference meanwhile, with which torch.utils.swap_tensors would refuse it.
+_STANDING_IN: dict[int, tuple[torch.Tensor, Sharded]] = {}
+_TAKEN_OUT = WeakTensorKeyDictionary()  # of those whose context has ended, as long as they live
+
+_REMEDY = (
+    "An optimizer that needs whole matrices takes whole tensors of your own: "
+    "zshard.full_param(model, name) of each parameter, with zshard.full_grad(model, name) as its "
+    ".grad before a step; then copy them into the parameters inside "
+    "zshard.full_params(model, write=True)."
+)
+
+
+def put_in(whole: torch.Tensor, sharded: Sharded) -> None:
+    """Note that ``whole`` stands in for ``sharded``, until it is taken out."""
+    _STANDING_IN[id(whole)] = whole, sharded
+
+
+def take_out(whole: torch.Tensor) -> None:
+    """Note that the model does not look at ``whole`` any more."""
+    _STANDING_IN.pop(id(whole), None)
+    _TAKEN_OUT[whole] = True
+
+
+def refuse_lost_step(param: torch.Tensor, *, has_closure: bool) -> None:
+    """Refuse an optimizer's step that would change nothing of the model.
+
+    Args:
+        has_closure: whether the step calls one, which makes the gradients only then.
+
+    Raises:
+        OptimizerError: if the context in which ``param`` stood in has ended, or if it has no
+            gradient where the sharded parameter has one.
+    """
+    if param in _TAKEN_OUT:
+        raise OptimizerError(
+            f"the optimizer's parameter of shape {tuple(param.shape)} is one that "
+            "zshard.full_params lent while it lasted: the model would not see this step. To train "
+            "a model of your own on it, clone it. " + _REMEDY
+        )
+    _, sharded = _STANDING_IN.get(id(param), (None, None))
+    if sharded is None or has_closure:
+        return
+    if param.grad is None and sharded.grad is not None:
+        raise OptimizerError(
+            f"{sharded.fqn}: the whole parameter that zshard.full_params lends has no gradient, so "
+            "that this step would leave it as it is. " + _REMEDY
+        )
+
+
+def refuse_parameters_of_a_copy(params: Sequence[torch.Tensor]) -> None:
+    """Refuse ``params``, an optimizer's, that are those of a copy of a model that was wrapped.
+
+    Raises:
+        OptimizerError: if none of them is sharded or has a gradient, and such a model has some.
+    """
+    if any(isinstance(p, Sharded) or p.grad is not None for p in params):
+        return
+    if model := _wrapped_like(params):
+        raise OptimizerError(
+            f"none of this optimizer's {len(params)} parameters is sharded or has a gradient, "
+            f"while a wrapped {model} with parameters of the same shapes has gradients: the "
+            "optimizer was given a copy's. Give it those of the wrapped model."
+        )
+
+
+def _wrapped_like(params: Sequence[torch.Tensor]) -> str | None:
+    """The class of a wrapped model that has gradients, and parameters of the shapes of these."""
+    shapes = sorted(tuple(p.shape) for p in params)
+    for schedule in LIVE:
+        if sorted(tuple(p.shape) for p in schedule.parameters()) == shapes:
+            schedule.reducer.settle()
+            if any(any(flat.grads.present) for flat in schedule.reducer.trained_flats):
+                return type(schedule.model).__name__
+    return None

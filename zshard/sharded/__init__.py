@@ -1,0 +1,1 @@
+"""What may be done to the sharded tensors of ``param.py``."""

@@ -1,0 +1,303 @@
+"""What may be done to sharded tensors: elementwise operations, on the local slices.
+
+torch's own optimizers come here for every operation on every parameter. An operator's arguments and
+results are tensors, lists of tensors, or neither, and never lie deeper, which is why a loop finds
+them where a walk through a pytree would cost more than everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ..errors import OptimizerError, ShardedAccessError, StateError
+from ..param import Sharded, ShardedGrad
+from ..phase import Phase
+from ..units.storage import storage_of
+from .operators import Operator, operator
+from .slices import own_slice, recut
+
+if TYPE_CHECKING:
+    from ..units.flat import Flat
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_COPY = torch.ops.aten.copy_.default
+_TO_COPY = torch.ops.aten._to_copy.default
+_NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
+
+
+def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Carry ``func`` out on the local slices.
+
+    A collective where tensors meet that are cut in different places; see ``slices.recut``.
+
+    Raises:
+        ShardedAccessError: if it needs whole tensors.
+        StateError: if it would change a parameter's dtype or device.
+        OptimizerError: if it would change a split master.
+    """
+    op = operator(func)
+    sharded = _sharded_in((*args, *kwargs.values()))
+    _check_elementwise(func, op, sharded[0])
+    if len(sharded) > 1:
+        args, kwargs = _cut_alike(op, args, kwargs)
+    if func in _ALIASES:
+        return _alias(func, op, sharded[0], args, kwargs)
+    if func is _COPY:
+        return _copy(op, args, kwargs)
+    if op.zeroing:
+        _zero_held_back(sharded)
+    result = _on_slices(func, op, args, kwargs)
+    if op.mutable:
+        return args[0] if op.returns else None
+    return _mapped(_wrap_like(_sharded_in((*args, *kwargs.values()))), result)
+
+
+def _check_elementwise(func: Any, op: Operator, first: Sharded) -> None:
+    if func is _TO_COPY and first._is_param:
+        raise StateError(
+            f"{first.fqn}: dtype and device cannot change after zshard.wrap. Convert the "
+            "model before it, or pass device= and precision=zshard.Precision(...) to it."
+        )
+    if not op.elementwise:
+        _refuse_whole_tensor_op(op.name, first)
+
+
+def _alias(
+    func: Any, op: Operator, of: Sharded, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Sharded:
+    """Another tensor of the same slice, or of a split master, which has none."""
+    if of._local is None:
+        alias = Sharded(None, of.flat, of.segment)
+    else:
+        result = _on_slices(func, op, args, kwargs)
+        assert isinstance(result, torch.Tensor)
+        # What a parameter shares its version counter with is no inference tensor, nor is it one.
+        with torch.inference_mode(False):
+            alias = of.like(result)
+    flat = of.flat
+    (flat.grads.objects.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
+    return alias
+
+
+def _copy(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> Sharded:
+    """Write a sharded tensor, or this rank's slice of a whole one, into a sharded tensor."""
+    target, source = args[:2]
+    if not isinstance(target, Sharded):
+        assert isinstance(source, Sharded)
+        raise ShardedAccessError(
+            f"{source.fqn}: to copy a sharded tensor into a plain one needs the whole of "
+            "it. Take whole tensors with zshard.full_param(model, name) or "
+            "zshard.state_dict(model)."
+        )
+    whole = source if isinstance(source, torch.Tensor) and not isinstance(source, Sharded) else None
+    if whole is not None and whole.ndim > 0:
+        source = own_slice(target, whole)
+    if target._local is None:
+        _copy_into_split(target, source)
+    else:
+        _on_slices(_COPY, op, (target, source, *args[2:]), kwargs)
+    if whole is not None:
+        target.flat.took(target, whole)
+    return target
+
+
+def _zero_held_back(sharded: list[Sharded]) -> None:
+    for grad in sharded:
+        if isinstance(grad, ShardedGrad):
+            grad.flat.schedule.reducer.apply_scale()
+            grad.flat.grads.zero_held_back(grad.segment)
+
+
+def _on_slices(
+    func: Any, op: Operator, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """The operator's result on the local slices, its writes announced to their flat tensors."""
+    changed = _mutated(op, args, kwargs)
+    _refuse_split(op, changed)
+    storages: dict[Flat, set[int]] = {}
+    for target in changed:
+        assert target._local is not None  # a split master's is refused
+        storages.setdefault(target.flat, set()).add(storage_of(target._local))
+    for flat, written in storages.items():
+        flat.before_slices(written)
+    first = _sharded_in((*args, *kwargs.values()))[0]
+    local = _local_of(op, first, changed)
+    result = func(
+        *(_mapped(local, value) for value in args),
+        **{name: _mapped(local, value) for name, value in kwargs.items()},
+    )
+    for flat, written in storages.items():
+        flat.slices_written(written)
+    return result
+
+
+def _sharded_in(values: Iterable[object]) -> list[Sharded]:
+    """The sharded tensors among an operator's arguments, in order."""
+    found: list[Sharded] = []
+    for value in values:
+        if isinstance(value, Sharded):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Sharded)]
+    return found
+
+
+def _mapped(change: Callable[[object], object], value: object) -> object:
+    """An operator's argument or result with ``change`` of what it is or, a list, what it holds."""
+    if isinstance(value, list):
+        return [change(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(change(item) for item in value)
+    return change(value)
+
+
+def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
+    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        raise ShardedAccessError(
+            f"{first.fqn}: torch.amp.GradScaler would look for overflow in this rank's shards "
+            "alone, and ranks would skip different steps. Use zshard.GradScaler instead; it takes "
+            "the same arguments."
+        )
+    if name in _NORMS:
+        raise ShardedAccessError(
+            f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
+            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks. An "
+            "optimizer that needs whole matrices (Muon), or other code: work on whole parameters "
+            "inside zshard.full_params(model)."
+        )
+    raise ShardedAccessError(
+        f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
+        f"{first._numel()} elements. {_remedy(first)}"
+    )
+
+
+def _remedy(param: Sharded) -> str:
+    label = param.flat.unit_label
+    unit = (
+        f"is used outside the module of its unit {label!r}: make the module that "
+        "uses it a unit (zshard.wrap(units=...))"
+    )
+    if param.flat.schedule.crew.phase is not Phase.IDLE:
+        return (
+            f"It {unit}. Or else the forward of {label!r} was called past the module: "
+            "module(...), not module.forward(...), gathers."
+        )
+    return (
+        "Work on whole parameters inside zshard.full_params(model), with write=True to change "
+        "them. In a forward, that was called past the module (model(...), not model.forward(...), "
+        f"gathers), or the parameter {unit}."
+    )
+
+
+def _cut_alike(
+    op: Operator, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments, those cut in the same places that meet element by element.
+
+    What is written stays as it is cut, or else what comes first.
+    """
+    rows = _computed_together(op, args, kwargs)
+    if all(first.lines_up_with(other) for row in rows for first, other in pairwise(row)):
+        return args, kwargs
+    changed = _mutated(op, args, kwargs)
+    written, memory = {id(each) for each in changed}, {_memory(each) for each in changed}
+
+    def recut_in_row(index: int, value: object) -> object:
+        row = rows[index if op.of_lists else 0]
+        like = next((each for each in row if id(each) in written), row[0] if row else None)
+        if not isinstance(value, Sharded) or like is None or like.lines_up_with(value):
+            return value
+        if _memory(value) in memory:  # what is gathered now would not have what is written
+            raise ShardedAccessError(
+                f"{op.name} changes {value.fqn!r}, and computes it with {like.fqn!r}, which is cut "
+                "into other shards. Work on whole parameters inside zshard.full_params(model)."
+            )
+        return recut(value, like, op.name)
+
+    def change(value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            return type(value)(recut_in_row(index, each) for index, each in enumerate(value))
+        return recut_in_row(0, value)
+
+    return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
+
+
+def _memory(sharded: Sharded) -> tuple[object, ...]:
+    """Which memory it is, alike for its aliases; on a rank that has no element of it, too."""
+    local = sharded._local
+    return sharded.flat, sharded.segment, None if local is None else storage_of(local)
+
+
+def _computed_together(
+    op: Operator, args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[list[Sharded]]:
+    """The sharded arguments that meet element by element, with each other."""
+    if not op.of_lists:
+        return [_sharded_in((*args, *kwargs.values()))]
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+    return [[x for x in row if isinstance(x, Sharded)] for row in zip_longest(*lists)]
+
+
+def _refuse_split(op: Operator, changed: list[Sharded]) -> None:
+    for target in changed:
+        if target._local is None:
+            raise OptimizerError(
+                f"{op.name} would change {target.fqn!r} in place, whose master is split "
+                "into two 16-bit planes. Only zshard's optimizers update it: use zshard.AdamW, "
+                "Adam or SGD, or Precision(master='fp32'); by hand, copy_ whole values, or write "
+                "inside zshard.full_params(model, write=True)."
+            )
+
+
+def _copy_into_split(target: Sharded, source: object) -> None:
+    begin, end, _ = target.flat.local(target.segment)
+    value = torch.empty(end - begin, dtype=torch.float32, device=target.device)
+    value.copy_(source.local if isinstance(source, Sharded) else source)  # type: ignore[arg-type]
+    target.flat.before_write()
+    target.flat.master.store(begin, value)
+    target.flat.updated(send_written=True)
+
+
+def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:
+    written = {id(each) for each in changed}
+
+    def local(x: object) -> object:
+        if isinstance(x, ShardedGrad):
+            if op.zeroing:
+                return x._local  # where a look would be refused, zeros are fine
+            return x.local if id(x) in written else x.seen()
+        if isinstance(x, Sharded):
+            return x.local
+        if isinstance(x, torch.Tensor) and x.ndim > 0 and op.name != "aten::copy_":
+            raise ShardedAccessError(
+                f"{op.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
+                f"{tuple(x.shape)}. In an optimizer, its state is of whole tensors, made before "
+                "zshard.wrap or loaded from a plain state_dict, which zshard's optimizers take. "
+                f"Elsewhere: {_remedy(first)}"
+            )
+        return x
+
+    return local
+
+
+def _mutated(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:
+    """The sharded arguments that the operator writes."""
+    written: list[Sharded] = []
+    for position, name in op.written:
+        if name == "grads" and kwargs.get("grad_scale") is None:
+            continue  # a fused optimizer writes them where it divides them by a loss scale
+        written += _sharded_in((args[position] if position < len(args) else kwargs.get(name),))
+    return written
+
+
+def _wrap_like(sharded: list[Sharded]) -> Callable[[object], object]:
+    in_order = iter(sharded)
+
+    def wrap(x: object) -> object:
+        return next(in_order, sharded[0]).like(x) if isinstance(x, torch.Tensor) else x
+
+    return wrap

@@ -1,0 +1,70 @@
+"""This rank's slice of a tensor: out of a whole one, or out of one that is cut in other places."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InputError, ShardedAccessError
+from ..param import Sharded, ShardedGrad
+from ..tag import Tag
+
+
+def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of ``whole``, a tensor like ``target``.
+
+    Raises:
+        InputError: if it has another shape.
+    """
+    segment = target.flat.layout.segments[target.segment]
+    if whole.shape != segment.shape:
+        raise InputError(
+            f"{target.fqn}: cannot copy a tensor of shape {tuple(whole.shape)} into a parameter "
+            f"of shape {tuple(segment.shape)}"
+        )
+    return target.flat.local(target.segment).elements.of(segment.physical(whole).reshape(-1))
+
+
+def recut(other: Sharded, like: Sharded, op: str) -> Sharded:
+    """The values of ``other`` cut where ``like`` is. A collective, unless every rank has all.
+
+    Args:
+        op: what they are for, for errors.
+
+    Raises:
+        ShardedAccessError: if the two have different shapes, or are sharded over other ranks.
+        MismatchError: on every rank, if the ranks do different things.
+        StateError: inside a forward or backward.
+    """
+    both = f"{op} of {like.fqn!r} and {other.fqn!r}"
+    if other.shape != like.shape:
+        raise ShardedAccessError(
+            f"{both}, of shapes {tuple(like.shape)} and {tuple(other.shape)}: of sharded tensors "
+            "it has to be one. Work on whole parameters inside zshard.full_params(model)."
+        )
+    segment = other.flat.layout.segments[other.segment]
+    whole = _whole(other, like, both)
+    value = own_slice(like, torch.as_strided(whole, segment.shape, segment.stride))
+    return Sharded(value, like.flat, like.segment, dtype=other.dtype)
+
+
+def _whole(other: Sharded, like: Sharded, both: str) -> torch.Tensor:
+    """All elements of ``other``, (numel,), in its memory order."""
+    flat, schedule = other.flat, other.flat.schedule
+    mine = other.seen() if isinstance(other, ShardedGrad) else other.local
+    if not flat.needs_gather:
+        return mine
+    comm = schedule.comm
+    if like.flat.schedule.comm.shards.members != comm.shards.members:
+        raise ShardedAccessError(
+            f"{both}: they are sharded over different ranks. Work on whole parameters inside "
+            "zshard.full_params(model)."
+        )
+    schedule.begin_call(f"{both} (cut into different shards)")
+    shards = map(flat.layout.shard, range(comm.size))
+    sizes = [flat.layout.local(other.segment, shard).elements.numel for shard in shards]
+    row = mine.new_zeros(max(sizes))
+    row[: mine.numel()] = mine
+    rows = row.new_empty(comm.size * row.numel())
+    tag = Tag(schedule.crew.step, "gather", other.fqn)
+    comm.all_gather(rows.view(torch.uint8), row.view(torch.uint8), tag).wait()
+    return torch.cat([r[:n] for r, n in zip(rows.view(comm.size, -1), sizes, strict=True)])

@@ -1,0 +1,1 @@
+"""Which collective is issued when, and carried out: what runs below ``Schedule`` in a step."""

@@ -1,0 +1,349 @@
+"""One order of collectives, on every rank; [Note: one agreed order] in program.py says how."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from ..comm import Comm
+from ..errors import StateError
+from ..tag import Tag
+from ..unit import State, Unit
+from .ahead import Ahead
+from .crew import Crew
+from .meeting import Ask, Message, meetings_of, refuse, refuse_trained, trained_names
+from .outcome import Ending
+from .program import Key, Op, Programs, Run, Turn, leads_to
+from .updates import NOTHING, Tally
+
+
+class Agreement:
+    """Decides what is issued when.
+
+    Args:
+        units: the unit map.
+        prefetch: how many gathers are issued ahead.
+        crew: carries the turns out.
+        drop_backward: ends a backward that cannot go on, on every rank: ``Schedule.reset``.
+
+    Attributes:
+        ahead: what was gathered ahead and not needed yet.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        prefetch: int,
+        crew: Crew,
+        drop_backward: Callable[[Ending], None],
+    ) -> None:
+        self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
+        self.ahead = Ahead(crew, prefetch)
+        self._drop_backward = drop_backward
+        self.before_meeting: Callable[[], None] = lambda: None  # the backward's
+        self._names = ""  # of all that is trained, once a backward has asked
+        self._programs, self._run = Programs(), Run()
+        self._backward: Key = ()  # of the last one
+        self._loose = False  # whether ranks have left a program, and meet at phases' ends as well
+        self._meetings = meetings_of(comm)
+        self.number = self._meetings.join(self)
+
+    # --- phases ----------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        ask: Ask,
+        about: str,
+        label: str,
+        *,
+        reduces: bool = False,
+        gathers: bool = True,
+        tally: Tally = NOTHING,
+        buffers: bool = False,
+    ) -> list[Message]:
+        """Begin a phase together with all other ranks.
+
+        Args:
+            about: what its program depends on; may differ between ranks.
+            label: what errors call it.
+            reduces: whether it ends with every unit reduced.
+            gathers: whether it consists of any gathers or reductions; else it is a meeting alone.
+            tally, buffers: what to tell the other ranks besides; see ``Message``.
+
+        Returns:
+            What all ranks have told.
+
+        Raises:
+            MismatchError: on every rank, if another begins something else.
+        """
+        self.before_meeting()
+        self._meetings.pause(self)
+        # Backward meets units in about the reverse of the unit map's order.
+        trained = [u.index for u in reversed(self._units) if u.trained_count] if reduces else []
+        names = ""
+        if reduces:
+            names = self._names = self._names or trained_names(self._units)
+        mine = Message(
+            self.number,
+            ask,
+            about=zlib.crc32(about.encode()),
+            trained=zlib.crc32(names.encode()),
+            changes=tally.changes,
+            checksum=tally.checksum,
+            buffers=int(buffers),
+            left=int(self._meetings.left),
+        )
+        messages = self._meet(mine, label)
+        self._meetings.left = False
+        if self._run.to_be_learned:
+            self._learn()
+        if ask is Ask.CALL and len({message.about for message in messages}) > 1:
+            self.forgo_learning()
+            refuse(self._comm, label)
+        if len({message.trained for message in messages}) > 1:
+            refuse_trained(self._comm, names)
+        key = (ask, mine.trained, *(message.about for message in messages))
+        if ask is Ask.BACKWARD:
+            self._backward = key
+        program = self._programs.of(key) if gathers else None
+        self._run = Run(
+            key,
+            program,
+            trained,
+            reduces,
+            follows=program is not None,
+            to_be_learned=gathers and program is None,
+            meets_at_end=gathers and (self._loose or program is None),
+        )
+        if not gathers:
+            self._meetings.go_on(self)
+        elif ask in (Ask.FORWARD, Ask.CALL):
+            self._meetings.enter_forward(self)
+        return messages
+
+    def finish(self) -> None:
+        """End a phase: take part in what is left of the program, and meet where that is due."""
+        self._finish_part()
+        self._meetings.leave_forward(self)
+        self._meetings.go_on(self)
+
+    def pause(self) -> None:
+        """Cut a forward, for another model's phase to begin inside of it."""
+        if not self._run.paused:
+            self._finish_part()
+            self._run.paused = True
+
+    def go_on(self) -> None:
+        """Begin the part of a forward behind the cut, if it was cut."""
+        if self._run.paused:
+            cut = self._run
+            cuts, needed = cut.cuts + 1, cut.needed_before + cut.needed
+            self.begin(Ask.GO_ON, f"{cuts};{self._crew.gathered}", "the rest of a forward")
+            self._run.cuts, self._run.needed_before = cuts, needed
+
+    def _finish_part(self) -> None:
+        self._take_part_in_the_rest()
+        run = self._run
+        # A backward that reduces has its own way to learn that a rank has left the program.
+        if run.meets_at_end and not (run.reduces and run.follows):
+            self._meet(Message(self.number, Ask.END), "the end of a forward or backward")
+            for unit in run.trained:
+                if unit not in run.reduced:
+                    self._reduce(unit)
+            if run.to_be_learned:
+                self._learn()
+        elif not run.reduces and run.key[:1] != (Ask.RENEW,):
+            self._meetings.open = True
+        run.end()
+
+    def settle(self) -> None:
+        """Before parameters change: meet ranks that may still need them as they were."""
+        if self._meetings.open and self._crew.has_peers:
+            self._meet(Message(self.number, Ask.END), "a change of parameters")
+
+    def make_way(self) -> None:
+        """Let another model's phase begin inside this one, where ranks may need unlike things.
+
+        One that has gone past its own part of the program would not be found there by the others.
+        """
+        self._run.interrupted = True
+        if self._run.program is not None and not self._is_in_step:
+            self._take_part_in_the_rest()
+
+    def go_beside(self, others: Sequence[Agreement]) -> None:
+        """This phase has begun inside those of ``others``; all ranks are at this same place."""
+        every = (self, *others)
+        if others and not all(each._is_in_step for each in every):
+            for each in every:
+                if each._run.program is not None:
+                    each._run.leave_program(range(self._comm.world))
+                    each._run.meets_at_end = True
+
+    @property
+    def _is_in_step(self) -> bool:
+        # Whether every rank needs all of the program that this phase follows.
+        return self._run.program is not None and self._programs.is_alike(self._run.key)
+
+    def abort(self) -> None:
+        """An exception leaves the phase; see [Note: after an exception] in backward.py."""
+        self._run.aborted = True
+        if self._run.key[:1] in ((Ask.FORWARD,), (Ask.GO_ON,)):
+            self._meetings.left = self._meetings.open = True
+
+    def abandon(self) -> None:
+        """Forget what is left of a phase that was aborted."""
+        self._run.abandon()
+        self._meetings.leave_forward(self)
+        self.ahead.forget()
+
+    def forget(self) -> None:
+        """Learn everything anew, as all ranks do."""
+        self.abandon()
+        self._programs.forget()
+        self._run.to_be_learned, self._loose = False, False
+
+    @property
+    def may_be_last(self) -> bool:
+        """Whether nothing is known to come after what this rank has needed."""
+        return self._run.next is None and not self.ahead
+
+    @property
+    def needed(self) -> str:
+        """What this rank has needed in this phase, as text."""
+        return " ".join(str(turn.unit) for turn in self._run.needed_before + self._run.needed)
+
+    def expect_other_ways(self) -> None:
+        """From now on, have no backward like the last one follow a program."""
+        self._programs.distrust(self._backward)
+
+    # --- turns -----------------------------------------------------------------------------------
+
+    def need(self, unit: Unit) -> None:
+        """Issue the gather of ``unit``, or take the one that was issued ahead."""
+        turn = Turn(Op.GATHER, unit.index)
+        self._run.needed.append(turn)
+        if self.ahead.take(unit):
+            return
+        self.ahead.discard()
+        # What others reduce this rank has to, too, ready or not; alone, it has time.
+        peers, known = self._crew.has_peers, self._run.program is not None
+        if known and not leads_to(turn, self._run.rest, past_reductions=peers):
+            self._leave_program(unit)
+        if self._run.program is None:
+            self._meet(
+                Message(self.number, Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}"
+            )
+            return
+        while self._run.next != turn:
+            self._take_part()
+        self._run.take()
+        self._crew.gather(unit)
+        self._advance()
+
+    def look_ahead(self) -> None:
+        """Start the next gathers, as many as may be under way beside the unit that computes."""
+        while (turn := self._run.next) is not None:
+            unit = self._units[turn.unit]
+            if turn.op is Op.REDUCE or not self.ahead.has_room(unit):
+                return
+            self._run.take()
+            self.ahead.gather(unit)
+
+    def ready(self, unit: Unit) -> None:
+        """Note that all gradients of ``unit`` are there on this rank."""
+        self._run.needed.append(Turn(Op.REDUCE, unit.index))
+        self._run.ready.add(unit.index)
+        if self._run.program is not None:
+            self._advance()  # no gather into its memory yet: a node may read a detached weight
+            return
+        message = Message(self.number, Ask.READY, unit.index)
+        self._meet(message, f"the reduction of unit {unit.label!r}")
+
+    def has_reduced(self, unit: Unit) -> bool:
+        """Whether ``unit`` was reduced in this phase."""
+        return unit.index in self._run.reduced
+
+    def _advance(self) -> None:
+        """Reduce what the program has next, as far as it is ready."""
+        while (turn := self._run.next) and turn.op is Op.REDUCE and turn.unit in self._run.ready:
+            self._reduce(self._run.take().unit)
+
+    def _take_part(self) -> None:
+        """Carry out a turn that comes before what this rank needs."""
+        op, index = self._run.take()
+        if op is Op.REDUCE:
+            self._reduce(index)  # what of the gradients is there; autograd has gone past
+        else:
+            self._crew.join(self._units[index])
+
+    def _take_part_in_the_rest(self) -> None:
+        self.ahead.discard()
+        while self._run.next is not None:
+            self._take_part()
+
+    def _reduce(self, index: int) -> None:
+        self._run.reduced.add(index)
+        self._crew.reduce(self._units[index])
+
+    def _leave_program(self, unit: Unit) -> None:
+        run = self._run
+        if run.reduces and self._crew.has_peers:
+            # They are not to be met before they have reduced without this rank's gradients.
+            self._drop_backward(Ending.STRAYED)
+            raise StateError(
+                f"rank {self._comm.place}: backward reached unit {unit.label!r} by another way "
+                "than the one before. The step's gradients are dropped on every rank. Repeat the "
+                "step; from then on this way is expected."
+            )
+        if not run.reduces:
+            self._take_part_in_the_rest()
+        run.leave_program([self._comm.place])
+
+    # --- meetings --------------------------------------------------------------------------------
+
+    def _meet(self, mine: Message, label: str) -> list[Message]:
+        return self._meetings.meet(self._comm, mine, label, self._crew.step)
+
+    def serve(self, mine: Message, messages: Sequence[Message]) -> None:
+        """Carry out what ranks ask for of this model in a meeting; see ``Meetings.meet``."""
+        run = self._run
+        run.to_be_learned = True
+        self._loose = self._loose or run.follows
+        own = [(p, m) for p, m in enumerate(messages) if m.model == self.number]
+        for place, message in own:
+            if message.ask is Ask.READY:
+                run.ready_on.setdefault(message.unit, set()).add(place)
+        ended = {place for place, message in own if message.ask is Ask.END}
+        for index in run.trained:
+            places = run.ready_on.get(index, set())
+            if index not in run.reduced and places and len(places | ended) == len(messages):
+                self._reduce(index)
+        for index in dict.fromkeys(m.unit for _, m in own if m.ask is Ask.GATHER):
+            unit = self._units[index]
+            wanted = (mine.model, mine.ask, mine.unit) == (self.number, Ask.GATHER, index)
+            if wanted and unit.state is State.SHARDED:
+                self._crew.gather(unit)
+            else:
+                self._crew.join(unit)
+
+    def forgo_learning(self) -> None:
+        """Learn nothing of the last phase; see ``meeting.forgo_learning``."""
+        self._run.to_be_learned = False
+
+    def _learn(self) -> None:
+        """Make the program of the phase that every rank has ended; none if one has aborted it."""
+        run = self._run
+        run.to_be_learned = False
+        needed = None if run.aborted else run.needed
+        gathered = self._comm.all_gather_object(needed, Tag(None, "agree", about="program"))
+        if None in gathered:
+            return
+        everyone: list[list[Turn]] = gathered  # type: ignore[assignment]
+        self._programs.learn(run.key, everyone, run.trained, self._prefetch)
+        if run.interrupted and not self._programs.is_alike(run.key):
+            self._programs.distrust(run.key)  # its rest would have to come before its own end
+
+    def forget_trained(self) -> None:
+        """Parameters were frozen or unfrozen."""
+        self._names = ""

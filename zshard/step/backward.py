@@ -1,0 +1,349 @@
+"""Backward, unit by unit: from the first gradient that reaches an output to the last reduction.
+
+[Note: one step] in schedule.py has the order of events.
+
+[Note: after an exception]
+The exception is this rank's alone: the others do not know of it, and are in the phase still. Five
+words say who ends what:
+abort: this rank leaves the phase. No program is learned from it, on any rank.
+abandon: this rank lets go of what it had under way. Before, it takes part in what is left of the
+  phase, without gradients, and tells the others at its end.
+drop: the gradients are gone, on every rank, as the others hear of it.
+reset: all of that, for one model, with its units SHARDED again (``Schedule.reset``).
+forget: all ranks at once begin anew, after [Note: giving up] in recovery.py: no collective is left
+  to take part in, and what was learned is gone, too.
+
+[Note: whether a backward is under way]
+Autograd holds a callback for its end for as long as it runs, so a weak reference to that tells. But
+where a thread of autograd's own runs it, as for a GPU, and it raises, the caller goes on while that
+thread holds on for some milliseconds: who is outside of every backward knows that this one is over.
+(For as long the modules may hold whole parameters.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import Error, StateError
+from ..phase import Phase, inside_backward
+from ..unit import State, Unit
+from .forward_log import Forward, ForwardLog
+from .meeting import Ask
+from .outcome import Ending
+from .recomputation import Recomputation
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+# Those of all models that have begun and not ended, in that order.
+_BEGUN: weakref.WeakKeyDictionary[Backward, None] = weakref.WeakKeyDictionary()
+
+
+class Backward:
+    """Runs the units of one model through backward.
+
+    Attributes:
+        current: the unit whose backward was announced last.
+        forwards: what the next backward may go through.
+        sync: False inside no_sync, where gradients stay on the leaves.
+        recomputation: what of the backward under way is run again.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._units, self._root = schedule, schedule.units, schedule.root
+        self._crew, self._agreement = schedule.crew, schedule.agreement
+        self._reducer = schedule.reducer
+        self._trained_changed = False
+        self.current: Unit | None = None
+        self.sync = self._reduces = True  # the latter: what it was as the last backward began
+        self._lost = False  # whether one inside no_sync has raised, and the others do not know
+        self._end: weakref.ref[partial[None]] | None = None
+        self.forwards, self.recomputation = ForwardLog(), Recomputation()
+        self._alone = True  # whether no other model had its backward meanwhile
+        self._agreement.before_meeting = self._bring_others_back
+        self._reducer.on_strayed = self._agreement.expect_other_ways
+        for unit in self._units:
+            unit.leaf_grad_arrived = self._leaf_grad_arrived
+
+    def reached(self, unit: Unit, index: int, forward: Forward, grad: torch.Tensor) -> None:
+        """``grad`` has reached an output of ``unit``: its backward is about to run.
+
+        Args:
+            index: of the output among the unit's; forward: that it came from.
+        """
+        self._begin(f"{unit.index}.{index}", forward)
+        if unit is self.current and unit.state is State.GATHERED:
+            return  # another output of the same call
+        self.current = unit
+        self.recomputation.announce(unit)
+        self._crew.end_backward()
+        for other in self._units[1:]:
+            # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
+            # nothing left to compute. One around it has; one inside may share its output tensor.
+            if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
+                self._crew.release(other)
+        self._schedule.obtain(unit)
+        self._crew.enter("backward", unit)
+        self._agreement.look_ahead()
+
+    def recomputed(self, unit: Unit) -> None:
+        """Activation checkpointing has run the forward of ``unit`` again."""
+        for due in self.recomputation.note(unit):
+            self._schedule.obtain(due)
+
+    def _begin(self, first: str, forward: Forward | None = None) -> None:
+        """Begin a backward, if it has not begun.
+
+        Args:
+            first: where it has come to first; other losses come to other outputs, or forwards.
+        """
+        if self._crew.phase is Phase.BACKWARD:
+            if not self.raised:
+                return
+            self._schedule.reset()  # this is another backward
+        if torch.is_grad_enabled():
+            raise StateError(
+                "backward(create_graph=True), or torch.func's grad, vjp or jacrev, of a wrapped "
+                "model: the gradients that zshard reduces have no graph of their own. Leave models "
+                "unwrapped whose gradients are differentiated again, as in a gradient penalty."
+            )
+        self._schedule.require_values("a backward")
+        self._reducer.settle()  # what ended the last one elsewhere, before the others are met
+        self._settle_trained()
+        # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
+        # gradient after the other to what is there.
+        self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
+        others = [each._agreement for each in _BEGUN if each is not self and not each.raised]
+        for other in others:
+            other.make_way()
+        self._meet(self._about(first, forward))
+        self._agreement.go_beside(others)
+        self._crew.turn_to(Phase.BACKWARD)
+        self._note_models_beside()
+        self.forwards.note_backward()
+        self.current = None
+        self.recomputation.forget()
+        for unit in self._units:
+            unit.fired.clear()
+            unit.in_use = False  # what forward has left gathered may go
+        if self._root.state is State.GATHERED:
+            self._root.install()  # a checkpointed region may be of the root's own modules
+        if self._reduces:
+            self._reducer.start()
+            there_already = [flat.grads.present for flat in self._reducer.all_flats]
+            self._schedule.updates.note_many("which gradients a backward adds to", there_already)
+        else:
+            self._reducer.settle()  # where gradients are kept depends on what is there
+        self._finish_at_the_end()
+
+    def _about(self, first: str, forward: Forward | None) -> str:
+        """What this backward's program depends on; may differ between ranks."""
+        # With what is there: something may have come between, and freed what forward had left.
+        there, passed_over = self._crew.gathered, self._units_passed_over()
+        return f"{self.forwards.about(forward)};{first};{there};{passed_over}"
+
+    def _meet(self, about: str) -> None:
+        """Begin together with the other ranks, with room for what is to be reduced."""
+        if not self._reduces:
+            self._agreement.begin(Ask.HOLD, about, "a backward inside no_sync")
+            return
+        self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
+        try:
+            self._reducer.make_room()
+        except Error:
+            self._agreement.abort()
+            self._agreement.abandon()
+            raise
+
+    def _note_models_beside(self) -> None:
+        """Note whether other models are in their backward meanwhile, on both sides."""
+        _BEGUN.pop(self, None)
+        beside = list(_BEGUN)
+        for each in (self, *beside):
+            each._alone = not beside
+        _BEGUN[self] = None
+
+    def _finish_at_the_end(self) -> None:
+        """Queue ``_finish`` for the end of this backward, if it does not raise."""
+        end = partial(self._finish)  # a new object; see [Note: whether a backward is under way]
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._end = weakref.ref(end, self._let_go)
+
+    def _units_passed_over(self) -> str:
+        """The units of which this backward makes no gradient, by number.
+
+        A part of the graph may have been detached, or a loss left out, that was not before. Which
+        of a unit's parameters get a gradient changes nothing of what is gathered.
+        """
+        if not self._crew.has_peers:
+            return ""
+        units = self._units
+        passed = [u.index for u in units if not any(f.full.will_be_reached() for f in u.flats)]
+        return " ".join(map(str, passed))
+
+    def _leaf_grad_arrived(self, unit: Unit) -> None:
+        self._begin(f"{unit.index}")
+        if self._reduces and self._agreement.has_reduced(unit):
+            self._schedule.reset(Ending.STRAYED)
+            raise StateError(
+                f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
+                "had been reduced. If it is used in several reentrant checkpoints, pass "
+                "use_reentrant=False to torch.utils.checkpoint. If backward has taken another way "
+                "than before, repeat the step."
+            )
+        if unit.slot_bytes and unit.state is State.SHARDED:
+            raise StateError(
+                f"unit {unit.label!r}: a gradient was made of a parameter while another unit was "
+                "in its memory, so that it may be wrong. Make the two units one "
+                "(zshard.wrap(units=...)), or pass a strategy that keeps whole parameters (zero2)."
+            )
+        # The root's reduction is the last in any case, and nothing would hide it.
+        if unit is self._root or not unit.all_fired:
+            return
+        unit.fired.clear()  # in another reentrant checkpoint they come once more
+        self._crew.end_backward(unit)
+        if unit.may_free_early:
+            self._crew.release(unit)
+            self.recomputation.end(unit)
+        if self._reduces:
+            self._agreement.ready(unit)
+        self._crew.resume_backward()
+
+    def _close(self) -> None:
+        """Free every unit, and take part in what is left; nothing more of this backward comes."""
+        self._crew.end_backward()
+        for unit in self._units:
+            self._crew.release(unit)
+        self._agreement.finish()
+
+    def _finish(self) -> None:
+        """Free every unit and complete the reductions."""
+        # From the last to the first, as other ranks may be in the midst of the last.
+        for each in reversed(list(_BEGUN)):
+            each._close()
+            if each is self:
+                break
+        if self._reduces:
+            self._crew.end_reductions(Ending.LOST if self._lost else Ending.WELL)
+            self._lost = False
+        else:
+            for flat in self._reducer.trained_flats:
+                flat.grads.hold_back()
+        self._crew.turn_to(Phase.IDLE)
+        _BEGUN.pop(self, None)
+        if self._reduces:
+            self._run_hooks()
+
+    def _run_hooks(self) -> None:
+        """Call the users' post-accumulate hooks, now that reduced gradients can be read."""
+        hooked = [
+            (flat, index)
+            for flat in self._reducer.trained_flats
+            for index, hooks in enumerate(flat.hooks)
+            if hooks.after_reduction
+        ]
+        if not hooked:
+            return
+        self._reducer.settle()
+        for flat, index in hooked:
+            if flat.grads.arrived[index]:
+                for hook in flat.hooks[index].after_reduction.in_order():
+                    hook(flat.params[index])
+
+    # --- exceptions ------------------------------------------------------------------------------
+
+    def _let_go(self, end: weakref.ref[partial[None]]) -> None:
+        """Put the sharded parameters back for user code, should the backward have raised."""
+        for unit in self._units:
+            if self._crew.phase is not Phase.BACKWARD or end is not self._end:
+                return  # it has ended well, or another thread has gone on meanwhile
+            unit.uninstall()
+
+    @property
+    def raised(self) -> bool:
+        """Whether the last backward ended in an exception, and nothing was run since.
+
+        See [Note: whether a backward is under way].
+        """
+        ended = not inside_backward() or self._end is None or self._end() is None
+        return self._crew.phase is Phase.BACKWARD and ended
+
+    def _bring_others_back(self) -> None:
+        """Reset models whose backward raised, before a meeting: they take part in what is left.
+
+        Where it did not raise, that came first. Of a backward through several models it is not
+        known what came in which order.
+        """
+        for each in [each for each in _BEGUN if each is not self and each._alone and each.raised]:
+            each._schedule.reset()
+
+    def require_gradients(self) -> None:
+        """Read what the last backward's reduction said.
+
+        Raises:
+            StateError: if it ended in an exception, so that only some gradients are there; if the
+                parameters hold no valid values.
+        """
+        self._schedule.require_values("clipping, unscaling or an optimizer's step")
+        if self.raised:
+            raise StateError(
+                "the last backward raised an exception, and its gradients are incomplete. Run it "
+                "again, or skip the step: zshard.reset(model), then zero_grad()."
+            )
+        self._reducer.settle()
+
+    def before_set_trained(self, name: str) -> None:
+        """Note that the parameter ``name`` is being frozen or unfrozen.
+
+        Raises:
+            StateError: inside a forward or backward.
+        """
+        if self._crew.phase is not Phase.IDLE and not self.raised:
+            what = "requires_grad cannot change inside a forward or backward"
+            raise StateError(f"{name}: {what}; change it between steps")
+        self._trained_changed = True
+
+    def _settle_trained(self) -> None:
+        """Note which parameters were frozen and unfrozen since."""
+        if self._trained_changed:
+            self._reducer.settle()  # may raise: then it is still to be done
+            self._reducer.find_trained()
+            self._agreement.forget_trained()
+            self._trained_changed = False
+
+    def forget(self) -> None:
+        """Forget what the next backward would go through."""
+        self._crew.leave_all()
+        self._crew.turn_to(Phase.IDLE)
+        _BEGUN.pop(self, None)
+        self.current = None
+        self.forwards.forget()
+        self._lost = False
+
+    def abandon(self, ending: Ending) -> None:
+        """Leave the forward or backward under way; see [Note: after an exception]."""
+        self._end = None
+        self._agreement.abort()
+        self._crew.leave_all()
+        for flat in self._reducer.trained_flats:
+            flat.grads.drop_leaves()
+        reduces = self._crew.phase is Phase.BACKWARD and self._reduces
+        if self._crew.phase is Phase.BACKWARD and not reduces:
+            # A micro-batch is missing on this rank, and the others are not there to be told.
+            self._lost = self._crew.has_peers
+            for flat in self._reducer.trained_flats:
+                flat.grads.forget_held_back()
+        if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
+            self._agreement.finish()
+            if reduces:
+                self._crew.end_reductions(ending)
+                self._lost = False
+                self._reducer.settle()
+        elif self._crew.phase is Phase.BACKWARD:
+            self._reducer.drop()
+        _BEGUN.pop(self, None)
+        self.current = None

@@ -1,0 +1,166 @@
+"""Carries out what is decided elsewhere: gathers, reshards and reductions of units.
+
+Each gets its tag, its record in the trace and its range in the profiler here, so those who decide,
+the schedule and the agreement, need not know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.autograd.profiler import record_function
+
+from ..comm import Comm
+from ..errors import StateError
+from ..phase import NEXT_PHASES, Phase
+from ..tag import Tag
+from ..unit import State, Unit
+from .outcome import Ending
+from .reduction import Reducer
+
+_NOTHING = nullcontext()
+
+
+class Crew:
+    """Gathers, frees and reduces units; when, the schedule and the agreement decide.
+
+    Attributes:
+        phase: where in a step the model is; ``turn_to`` alone changes it.
+        step: backwards that were reduced so far.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, reducer: Reducer) -> None:
+        self._units, self._root, self._comm, self._reducer = tuple(units), units[0], comm, reducer
+        self.phase = Phase.IDLE
+        self.step = 0
+
+    def turn_to(self, phase: Phase) -> None:
+        """Change the model's phase.
+
+        Raises:
+            StateError: if what it is in cannot lead there.
+        """
+        if phase not in NEXT_PHASES[self.phase]:
+            raise StateError(
+                f"{phase.name} ({phase.value}) cannot begin while the model is "
+                f"{self.phase.value}. Call zshard.reset(model) first."
+            )
+        self.phase = phase
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only rank."""
+        return self._comm.world == 1
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other ranks to be reached."""
+        return self._comm.world > 1 and not self._comm.broken
+
+    @property
+    def gathered(self) -> str:
+        """The units that need no gather now, as text."""
+        return " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
+
+    def gather(self, unit: Unit) -> None:
+        """Start gathering what this rank needs, or will."""
+        tag = self._tag("gather", unit)
+        with self.doing("gather", unit):
+            try:
+                unit.gather(tag, move=self.phase is not Phase.BACKWARD)
+            except StateError:
+                unit.join(tag)  # the other ranks are in it
+                raise
+
+    def join(self, unit: Unit) -> None:
+        """Take part in a gather that this rank does not need."""
+        if unit.strategy.resident and unit.state is State.SHARDED:
+            self.gather(unit)  # it will be needed, and lies where it has to
+        elif self._comm.size > 1:
+            with self.doing("join", unit):
+                unit.join(self._tag("gather", unit))
+
+    def wait(self, unit: Unit) -> None:
+        """Wait for the gather under way, if there is one."""
+        if unit.state is State.GATHERING:
+            with self.doing("wait", unit):
+                unit.wait()
+
+    def reduce(self, unit: Unit) -> None:
+        """Reduce the gradients that are there."""
+        self._reducer.reduce(unit, self._tag("reduce", unit), self.doing)
+
+    def end_reductions(self, ending: Ending) -> None:
+        """Complete the reductions, and tell the ranks what came out; see ``Reducer.finish``."""
+        tag = self._tag("reduce", self._root)
+        self._reducer.finish(tag, ending)
+        self.step += 1
+
+    def release(self, unit: Unit) -> None:
+        """End a unit's use: free the whole parameters where the strategy does not keep them."""
+        if unit.strategy.resident:
+            unit.uninstall()
+            unit.in_use = False
+        else:
+            self.reshard(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the whole parameters, if they are there."""
+        if unit.state is not State.SHARDED:
+            with self.doing("reshard", unit):
+                unit.reshard()
+
+    # --- what the trace and the profiler are told ------------------------------------------------
+
+    def enter(self, phase: str, unit: Unit) -> None:
+        """A forward or backward of ``unit`` begins; ``leave`` or ``end_backward`` ends it.
+
+        To the profiler it is a mark: what begins in one hook may end on another thread, or never.
+        """
+        if (trace := self._comm.trace) is not None:
+            trace.enter(phase, unit.label)
+        if _profiled():
+            with record_function(f"zshard::{phase} {unit.label}"):
+                pass
+
+    def leave(self, unit: Unit) -> None:
+        """The forward of ``unit`` has ended, if one was under way."""
+        if (trace := self._comm.trace) is not None:
+            trace.leave("forward", unit.label)
+
+    def leave_all(self) -> None:
+        """The forward or backward under way was left by an exception."""
+        if (trace := self._comm.trace) is not None:
+            trace.leave_all()
+
+    def end_backward(self, unit: Unit | None = None) -> None:
+        """The backward under way has ended; with ``unit``, if it is of that."""
+        if (trace := self._comm.trace) is not None:
+            trace.end_backward(None if unit is None else unit.label)
+
+    def resume_backward(self) -> None:
+        """What autograd comes to now is the root's, if no other unit's backward is under way."""
+        if (trace := self._comm.trace) is not None:
+            trace.resume_backward(self._root.label)
+
+    def doing(self, phase: str, unit: Unit) -> AbstractContextManager[None]:
+        """A context that is ``phase`` of ``unit``; of a gather or reduce, the issuing of it."""
+        trace = self._comm.trace
+        inside = _NOTHING if trace is None else trace.phase(phase, unit.label)
+        return _shown(f"zshard::{phase} {unit.label}", inside) if _profiled() else inside
+
+    def _tag(self, phase: str, unit: Unit) -> Tag:
+        return Tag(self.step, phase, unit.label)
+
+
+@contextmanager
+def _shown(name: str, inside: AbstractContextManager[None]) -> Iterator[None]:
+    """``inside``, as a range of torch.profiler."""
+    with inside, record_function(name):
+        yield
+
+
+def _profiled() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())

@@ -1,0 +1,232 @@
+"""The reduction of one flat buffer: exchange, sum in rank order, and what follows the sum.
+
+Order of events: the packed gradients are exchanged over the shards and summed. With replicas (HSDP)
+that sum is cut into pieces, exchanged over the replicas, and summed again. The last sum is the pass
+that scales, accumulates, squares and checks. A single row, of one rank or of NCCL's sums, arrives
+where the sum stays, and that pass only reads it. Then what is to be known more widely is gathered:
+the pieces over the replicas, and with replicated masters (ddp) the shards over the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+
+from .. import ops
+from ..comm import Comm
+from ..errors import CommError
+from ..streams import Mark, compute_waits
+from ..tag import Tag
+from ..transports.groups import Ranks, Rows
+from ..transports.handle import Handle
+from ..units.flat import Flat
+from ..units.pool import Pool, Scratch
+
+
+class Stage(NamedTuple):
+    """One exchange, and the sum that follows."""
+
+    over: Ranks
+    sent: torch.Tensor  # (size * n,) reduce dtype
+    chunks: Rows  # (C, n) reduce dtype
+
+
+class Route(NamedTuple):
+    """The memory of a flat buffer's reduction: views of the pool's reduce buffers.
+
+    Over the process group one of them is packed into, and one receives. Over shared memory the
+    others read what was packed where it lies, and the next reduction packs into the second
+    meanwhile.
+    """
+
+    packed: torch.Tensor  # (N * S,) reduce dtype
+    stages: tuple[Stage, ...]  # none where there is a single rank
+    last: Rows  # (C, n) reduce dtype: what the last sum reads
+    scale_packed: float  # of the gradients as they are packed
+    scale_sum: float  # of the last sum
+    apart: bool = False  # it takes no reduce buffer, so that it is in no other's way
+
+    @classmethod
+    def of(cls, flat: Flat, comm: Comm, pool: Pool, turn: int) -> Route:
+        """Lay out the reduction of ``flat``, which is the ``turn``-th of those to be trained.
+
+        fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit gradients
+        after it, in fp32, so that the division rounds nothing away.
+        """
+        dtype, layout = flat.dtypes.reduce, flat.layout
+        name: Scratch = "chunks" if comm.shards.in_memory and turn % 2 else "packed"
+        packed = pool.scratch(name, layout.numel * dtype.itemsize).view(dtype)
+        sent, room, stages = packed, packed, []
+        received: Scratch = "chunks"
+        for over in (comm.shards, comm.replicas):
+            if over.size == 1 or layout.numel == 0:
+                continue
+            rows, n = over.row_count(dtype), sent.numel() // over.size
+            chunks = over.rows_for_me(sent)
+            if chunks is None:
+                chunks = pool.scratch(received, rows * n * dtype.itemsize).view(dtype).view(rows, n)
+            elif comm.replicas.size > 1:  # others may read what was packed longer than this rank
+                room, received = pool.scratch("sum", n * dtype.itemsize).view(dtype), "pieces"
+            stages.append(Stage(over, sent, chunks))
+            sent = room[:n]  # the sum goes where nothing is read any more
+        last = stages[-1].chunks if stages else packed.view(1, layout.numel)
+        mean = 1.0 / comm.world
+        scales = (mean, 1.0) if dtype in (torch.float32, torch.float64) else (1.0, mean)
+        return cls(packed, tuple(stages), last, *scales, apart=layout.numel == 0)
+
+    def landing_in(self, shard: torch.Tensor) -> Route:
+        """As this one, but the sum, where there is nothing to be done for it, arrives in ``shard``.
+
+        That is one row, packed by a single rank or summed by NCCL, of which the last pass then
+        only reads what it measures. ``shard`` (S,), reduce dtype, must hold nothing to be kept.
+        """
+        if len(self.stages) > 1 or isinstance(self.last, list) or len(self.last) != 1:
+            return self
+        if self.scale_sum != 1.0 or shard.numel() != self.last.numel():
+            return self
+        row = shard.view(1, -1)
+        if not self.stages:
+            return self._replace(packed=shard, last=row, apart=True)
+        return self._replace(stages=(self.stages[0]._replace(chunks=row),), last=row)
+
+    @staticmethod
+    def bytes_of(flat: Flat, comm: Comm) -> dict[Scratch, int]:
+        """Bytes of the reduce buffers that the reduction of ``flat`` takes, by their names."""
+        dtype, layout = flat.dtypes.reduce, flat.layout
+        packed = layout.numel * dtype.itemsize
+        shard, piece = layout.shard_size * dtype.itemsize, layout.piece(0).numel * dtype.itemsize
+        pieces = comm.replicas.row_count(dtype) * piece if comm.replicas.size > 1 else 0
+        if comm.shards.in_memory:
+            summed = shard if pieces else 0
+            return {"packed": packed, "chunks": packed, "sum": summed, "pieces": pieces}
+        chunks = comm.shards.row_count(dtype) * shard if comm.size > 1 else 0
+        return {"packed": packed, "chunks": max(chunks, pieces)}
+
+
+class Flight:
+    """A reduction under way; the gradients are packed.
+
+    Args:
+        stats: (2,) float64, for the sum of squares and the non-finite flag of the last sum.
+    """
+
+    def __init__(self, flat: Flat, route: Route, stats: torch.Tensor, comm: Comm, tag: Tag) -> None:
+        self._flat, self._route, self._comm, self._tag = flat, route, comm, tag
+        self._stats = stats
+        self._handle: Handle | None = None
+        self._unread: Stage | None = None  # what was exchanged and is not summed yet
+        self._gathers: list[Handle] = []
+        self._summed = False  # the last sum is made, or enqueued (CUDA)
+        self._mark: Mark = None  # of that
+        flat.grads.shard()  # allocated here, on the compute stream
+        self._start(0)
+        # Where nothing blocks the host it goes straight on.
+        if comm.reduce_lane.stream is not None:
+            with comm.reduce_lane.after_compute():
+                self._finish()
+        elif not route.stages:
+            self._finish()
+
+    def leaves_free(self, route: Route) -> bool:
+        """Whether ``route`` may be packed into before this lands.
+
+        It may if this has packed into another buffer, and its last sum is made or enqueued. Buffers
+        beside the packed ones are used on the reduce lane alone, one reduction after the other.
+        """
+        apart = self._route.packed.data_ptr() != route.packed.data_ptr()
+        return self._summed and apart
+
+    def land(self) -> None:
+        """Finish with the reduce buffers; gathers may still be under way."""
+        if not self._summed:
+            self._finish()
+        elif self._mark is not None:
+            self._await_mark()
+
+    def _await_mark(self) -> None:
+        trace, transfer = self._comm.trace, self._handle.transfer if self._handle else None
+        if trace is None:
+            compute_waits(self._mark)
+            return
+        stall = trace.hold("reduce_scatter", self._tag, transfer)
+        compute_waits(self._mark)
+        trace.resume(stall)
+
+    def wait(self) -> None:
+        """Wait for the gradients, after ``land``."""
+        while self._gathers:
+            self._gathers[-1].wait()
+            self._gathers.pop()
+
+    def abandon(self) -> None:
+        """End without a result; the exchange still ends before its buffers are used again."""
+        compute_waits(self._mark)
+        with contextlib.suppress(CommError):
+            if self._handle is not None:
+                self._handle.wait()
+                self._release()
+            self.wait()
+
+    def _start(self, stage: int) -> None:
+        if stage < len(self._route.stages):
+            over, sent, chunks = self._route.stages[stage]
+            bytes_in, dtype = sent.view(torch.uint8), self._flat.dtypes.reduce
+            # Rows that lie apart are read where they lie, and nothing is delivered.
+            bytes_out = bytes_in if isinstance(chunks, list) else chunks.view(torch.uint8)
+            self._handle = self._comm.exchange(bytes_out, bytes_in, dtype, self._tag, over)
+            self._unread = self._route.stages[stage]
+
+    def _release(self) -> None:
+        """Let the others write again what was summed, or will not be."""
+        stage, self._unread = self._unread, None
+        if stage is not None:
+            stage.over.release(stage.sent)
+
+    def _finish(self) -> None:
+        stages = self._route.stages
+        for index, stage in enumerate(stages):
+            assert self._handle is not None
+            self._handle.wait()
+            if index + 1 < len(stages):
+                with self._comm.shards.attending():
+                    with self._comm.summing(self._tag):
+                        _sum(stages[index + 1].sent, stage.chunks)
+                    self._release()
+                    self._start(index + 1)
+        grads, replicas = self._flat.grads, self._comm.replicas
+        accumulate = grads.prepare_sum()
+        shard = grads.shard()
+        piece = self._flat.layout.piece(replicas.rank).of(shard)
+        with self._comm.shards.attending():
+            with self._comm.summing(self._tag):
+                _sum(piece, self._route.last, self._route.scale_sum, accumulate, self._stats)
+            self._release()
+        self._summed, self._mark = True, self._comm.reduce_lane.mark()
+        if shard.numel() == 0:
+            return
+        if replicas.size > 1:
+            self._gather(shard, piece, replicas)
+        if self._flat.strategy.replicated and self._comm.size > 1:
+            self.wait()
+            self._gather(grads.owned(), shard, self._comm.shards)
+
+    def _gather(self, whole: torch.Tensor, part: torch.Tensor, over: Ranks) -> None:
+        full, own = whole.view(torch.uint8), part.view(torch.uint8)
+        lane = self._comm.reduce_lane
+        handle = self._comm.all_gather(full, own, self._tag, over=over, lane=lane)
+        self._gathers.append(handle)
+
+
+def _sum(
+    acc: torch.Tensor,
+    rows: Rows,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    stats: torch.Tensor | None = None,
+) -> None:
+    if isinstance(rows, list):
+        ops.reduce_peers_(acc, rows, scale, accumulate, stats)
+    else:
+        ops.reduce_(acc, rows, scale, accumulate, stats)

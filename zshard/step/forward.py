@@ -1,0 +1,244 @@
+"""Forward, unit by unit: what happens before and after each call of a unit's module.
+
+[Note: one step] in schedule.py has the order of events.
+
+[Note: what a call of the root may be]
+A forward of its own, which begins a phase and ends it. Or, by what it is found in: one inside
+``full_params``, where there is nothing to gather; the model that calls itself, in a forward that is
+under way; one inside one of the model's other methods, of whose phase it is a part (methods.py);
+one that activation checkpointing makes again, inside a backward, whose phase goes on. A call of a
+unit inside is what the root's around it is; or it is alone, outside of any call of the root.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
+
+from ..errors import CommError, MismatchError
+from ..hooks import ModuleHook
+from ..phase import Phase, calls_under_way, inside_backward
+from ..structure import cast_floating
+from ..unit import State, Unit
+from .meeting import Ask
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+
+class ForwardHooks:
+    """The hooks around the forwards of one wrapped model's units.
+
+    Attributes:
+        order: units as the last forward called them.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._units, self._root = schedule.units, schedule.root
+        self._crew, self._agreement = schedule.crew, schedule.agreement
+        self._backward = schedule.backward
+        self.order: list[Unit] = []
+        self._kept: Unit | None = None  # that may turn out to be the last of forward
+        for unit in self._units:
+            self._hook(unit)
+
+    def _hook(self, unit: Unit) -> None:
+        # First among the pre-hooks and last among the hooks, so that users' find the parameters
+        # gathered; ``Unit.let_hooks_see`` takes care of those set after wrap.
+        is_root = unit is self._root
+        before = self.root_pre_forward if is_root else partial(self._pre_forward, unit)
+        after = self.root_post_forward if is_root else partial(self._post_forward, unit)
+        unit.module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True)
+        handle = unit.module.register_forward_hook(ModuleHook(after), always_call=True)
+        unit.last_hook = handle.id
+
+    def root_pre_forward(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        """Begin a forward of the model, or a method; see [Note: what a call of the root may be]."""
+        schedule = self._schedule
+        if schedule.bypassed():
+            return None
+        schedule.require_values("a forward")
+        self._root.let_hooks_see()
+        if self._is_nested():
+            return None
+        self._root.passage.begin()
+        if schedule.methods.running:
+            schedule.methods.enter_forward()
+            self._agreement.begin(Ask.FORWARD, self._crew.gathered, "a forward")
+        elif not inside_backward():
+            self._begin()
+        self._root.passage.enter((args, kwargs))
+        schedule.obtain(self._root)
+        self._crew.enter("forward", self._root)
+        self._agreement.look_ahead()
+        if schedule.precision.cast_inputs and schedule.precision.compute is not None:
+            cast = cast_floating((args, kwargs), schedule.precision.compute)
+            return cast  # type: ignore[return-value]
+        return None
+
+    def _begin(self) -> None:
+        """Begin a forward of its own, together with the other ranks."""
+        schedule = self._schedule
+        if self._crew.phase is not Phase.IDLE:  # the last forward or backward raised
+            schedule.reset()
+        schedule.reducer.settle()  # a failure elsewhere must not show in the middle of a backward
+        schedule.structure.check_unchanged()
+        self._forget_last_forward()
+        messages = self._agreement.begin(
+            Ask.FORWARD,
+            self._crew.gathered,
+            "a forward",
+            tally=schedule.updates.tally(),
+            buffers=schedule.buffers.ask(),
+        )
+        schedule.updates.check([message.tally for message in messages])
+        self._backward.forwards.begin()
+        if any(message.buffers for message in messages):
+            schedule.buffers.broadcast(self._crew.step)
+        kind = schedule.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            # A cast that it keeps belongs to a graph of an earlier forward of that context.
+            torch.clear_autocast_cache()
+        self._crew.turn_to(Phase.FORWARD)
+        self.order, self._kept = [], None
+
+    def root_post_forward(self, module: nn.Module, args: object, output: object) -> object:
+        """End a forward of the model, or a method; also where an exception leaves it."""
+        schedule = self._schedule
+        if schedule.bypassed():
+            return None
+        if self._is_nested():
+            return output
+        self._crew.leave(self._root)
+        raised = self._root.passage.raised
+        if schedule.methods.running:
+            return self._end_in_method(raised, output)
+        if self._crew.phase is Phase.FORWARD and raised:
+            schedule.reset()
+            return None
+        if schedule.precision.output is not None:
+            output = cast_floating(output, schedule.precision.output)
+        if self._crew.phase is Phase.BACKWARD:  # all of the model is being recomputed
+            self._watch(self._root, output)
+            return output
+        return self._end(output)
+
+    def _end_in_method(self, raised: bool, output: object) -> object:
+        """End a forward that a method of the model has called, and may call again."""
+        if raised and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
+            return None  # the others are in no meeting any more; `Methods.run` settles it
+        self._agreement.finish()
+        self._backward.forwards.note(self._agreement.needed, self._crew.gathered)
+        self._schedule.methods.leave_forward()
+        return output
+
+    def _end(self, output: object) -> object:
+        """End what ``_begin`` has begun, or a method."""
+        self._root.check_unwritten()
+        output = self._root.copy_views(output)
+        if self._crew.phase is Phase.FORWARD:
+            self._agreement.finish()
+            self._backward.forwards.note(self._agreement.needed, self._crew.gathered, self.order)
+            self._crew.turn_to(Phase.IDLE)
+        if not self._watch(self._root, output):
+            for unit in self._units:
+                self._crew.release(unit)
+        # Between forward and backward, user code must meet the sharded parameters everywhere.
+        self._root.uninstall()
+        return output
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, *inputs: object) -> None:
+        schedule = self._schedule
+        if schedule.bypassed():
+            return
+        schedule.require_values(f"a forward of {unit.label}")
+        unit.let_hooks_see()
+        unit.passage.begin()
+        unit.passage.enter(inputs)
+        if self._crew.phase is Phase.FORWARD:
+            self.order.append(unit)
+            self._keep(None)
+        alone = self._is_called_alone(unit)
+        if alone:
+            self._agreement.begin(Ask.CALL, unit.label, f"a forward of {unit.label} alone")
+            self._backward.forwards.begin()
+        schedule.obtain(unit)
+        self._crew.enter("forward", unit)
+        if self._crew.phase is Phase.BACKWARD:
+            self._backward.recomputation.enter(unit)
+        if alone:
+            self._agreement.finish()
+            self._backward.forwards.note(self._agreement.needed, "")
+        else:
+            self._agreement.look_ahead()
+
+    def _post_forward(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
+        schedule = self._schedule
+        if schedule.bypassed():
+            return None
+        self._backward.recomputation.leave(unit)
+        if unit.passage.raised:
+            # Inside the root's forward that is the root's to settle.
+            if self._crew.phase is Phase.BACKWARD:
+                if isinstance(sys.exc_info()[1], _StopRecomputationError):
+                    self._backward.recomputed(unit)
+            elif self._crew.phase is Phase.IDLE and not inside_backward():
+                unit.passage.forget()
+                self._crew.release(unit)
+            return None
+        if unit.state is not State.GATHERED:
+            return None
+        self._crew.leave(unit)
+        output = unit.hand_out(args, output)
+        watched = self._watch(unit, output)
+        if self._crew.phase is Phase.BACKWARD:
+            self._backward.recomputed(unit)  # whose own backward follows soon, so it stays
+            return output
+        if watched and self._crew.phase is Phase.FORWARD and self._agreement.may_be_last:
+            unit.uninstall()
+            unit.in_use = False  # it keeps its memory only as long as nobody needs it
+            self._keep(unit)
+        else:
+            self._crew.release(unit)
+        return output
+
+    def _keep(self, unit: Unit | None) -> None:
+        """Let ``unit`` stay for backward, which needs it first, in place of another."""
+        kept, self._kept = self._kept, unit
+        if kept is not None and kept is not unit and not kept.in_use:
+            self._crew.release(kept)
+
+    def _watch(self, unit: Unit, output: object) -> bool:
+        """Hook ``output``, so that backward announces itself there; whether it can be hooked."""
+        own = unit.passage.leave(output)
+        for index, tensor in enumerate(own):
+            reached = partial(self._backward.reached, unit, index, self._backward.forwards.current)
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        return bool(own)
+
+    def _is_nested(self) -> bool:
+        """Whether the model calls itself in a forward that is under way."""
+        in_forward = self._crew.phase is Phase.FORWARD
+        return in_forward and calls_under_way(self._schedule.model) > 1
+
+    def _is_called_alone(self, unit: Unit) -> bool:
+        """Whether ``unit``'s module was called outside of the root's forward."""
+        outside = self._crew.phase is Phase.IDLE and not inside_backward()
+        return outside and not any(u.in_use and u.encloses(unit) for u in self._units)
+
+    def _forget_last_forward(self) -> None:
+        """Free what a forward without a backward has left gathered, or has an old value."""
+        schedule = self._schedule
+        for unit in self._units:
+            unit.in_use = False
+            if unit.outdated:
+                self._crew.reshard(unit)
+        schedule.renew()  # what has not been since the step: another library's optimizer took it

@@ -1,0 +1,252 @@
+"""What ranks tell each other when they meet; see [Note: one agreed order] in program.py."""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn, Protocol, cast
+from weakref import WeakValueDictionary
+
+from ..comm import Comm
+from ..errors import MismatchError
+from ..tag import Tag
+from ..unit import Unit
+from .updates import Tally
+
+
+class Ask(enum.IntEnum):
+    """What a rank brings to a meeting."""
+
+    FORWARD = 0  # from here on: about to begin
+    BACKWARD = 1
+    HOLD = 2  # a backward inside no_sync
+    RENEW = 3
+    CALL = 4
+    GO_ON = 5  # with a forward, inside of which another model's phase has ended
+    END = 6  # of a phase without a program, or of one that ranks have left before
+    GATHER = 7  # from here on: needed now
+    READY = 8
+
+
+_NEEDS = frozenset((Ask.GATHER, Ask.READY))
+_OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD, Ask.RENEW, Ask.GO_ON))
+
+
+class Message(NamedTuple):
+    """One rank's part of a meeting; whole numbers all, 0 where the ask says nothing of them."""
+
+    model: int  # number of the wrapped model
+    ask: Ask
+    unit: int = 0  # index of the one that is needed or ready
+    about: int = 0  # checksum of what the phase depends on
+    trained: int = 0  # checksum of the parameters that a backward trains
+    changes: int = 0  # see ``Tally``
+    checksum: int = 0
+    buffers: int = 0  # 1: the rank's buffers may have changed
+    left: int = 0  # 1: the rank has left a forward by an exception, and begun nothing since
+    there: int = 0  # checksum of the numbers of the models that the rank has not deleted
+
+    @property
+    def tally(self) -> Tally:
+        """What the rank has changed since the ranks last compared it."""
+        return Tally(self.changes, self.checksum)
+
+
+class Member(Protocol):
+    """A model's part in the meetings: its agreement."""
+
+    def serve(self, mine: Message, messages: Sequence[Message]) -> None:
+        """Carry out what ``messages``, one of each rank, ask for of this model."""
+
+    def forgo_learning(self) -> None:
+        """Learn nothing of the last phase."""
+
+    def pause(self) -> None:
+        """Let another model's phase begin inside a forward."""
+
+    def go_on(self) -> None:
+        """Go on with a forward that was paused."""
+
+
+class Meetings:
+    """Where the ranks of all models that are wrapped over the same ones meet.
+
+    A rank may be asked to take part in the gather of one model when it is about to begin a phase of
+    another.
+
+    Attributes:
+        left: whether this rank has left a forward by an exception, and begun nothing since.
+        open: whether this rank has ended a phase that others may still be in, and may need more of.
+    """
+
+    def __init__(self) -> None:
+        self.left = self.open = False
+        self._forwards: list[Member] = []  # in which one is under way, the outermost first
+        self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
+        self._joined = 0
+
+    def join(self, member: Member) -> int:
+        """Let ``member`` be asked; its number, which it has on every rank."""
+        number = self._joined
+        self._joined += 1
+        self._members[number] = member
+        return number
+
+    def enter_forward(self, member: Member) -> None:
+        """A forward of ``member`` begins, inside of those that are under way."""
+        self.leave_forward(member)  # which an exception may not have
+        self._forwards.append(member)
+
+    def leave_forward(self, member: Member) -> None:
+        """The forward of ``member`` has ended, if one was under way."""
+        if member in self._forwards:
+            self._forwards.remove(member)
+
+    def pause(self, member: Member) -> None:
+        """A phase of ``member`` is about to begin, maybe inside of another model's forward."""
+        if self._forwards and self._forwards[-1] is not member:
+            self._forwards[-1].pause()
+
+    def go_on(self, member: Member) -> None:
+        """That phase has ended."""
+        if self._forwards and self._forwards[-1] is not member:
+            self._forwards[-1].go_on()
+
+    def meet(self, comm: Comm, mine: Message, label: str, step: int) -> list[Message]:
+        """Bring ``mine``; return when it is served, or all ranks are about to begin something.
+
+        Args:
+            comm: of the model that ``mine`` is about.
+            label: what errors call ``mine``; step: in which it is.
+
+        Returns:
+            What each rank has brought.
+
+        Raises:
+            MismatchError: as ``refuse_but_who_left`` and ``refuse_deleted``.
+        """
+        tag = Tag(step, "agree", "root", label)
+        self.open = False
+        while True:
+            members = dict(self._members.items())  # none goes before it has served
+            mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))
+            words = comm.all_gather_words(mine, tag)
+            if mine.ask not in _NEEDS and words.count([*mine]) == len(words):
+                return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
+            messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]
+            asking = [message for message in messages if message.ask in _NEEDS]
+            if asking:
+                asked = sorted({message.model for message in asking})
+                if len({message.there for message in messages}) > 1:
+                    refuse_deleted(comm, asked, members)
+                for model in asked:
+                    members[model].serve(mine, messages)
+                if mine in asking:
+                    return messages
+            elif len({(message.model, message.ask) for message in messages}) == 1:
+                return messages
+            else:
+                forgo_learning(members)
+                refuse_but_who_left(comm, label, mine, messages)
+
+
+_MEETINGS: dict[object, Meetings] = {}  # by ``Comm.ranks``
+
+
+def meetings_of(comm: Comm) -> Meetings:
+    """The meetings of all models that are wrapped over the ranks of ``comm``."""
+    return _MEETINGS.setdefault(comm.ranks, Meetings())
+
+
+def forgo_learning(members: Mapping[int, Member]) -> None:
+    """Forget what every model's last phase was, as the ranks go on from different ones."""
+    for member in members.values():
+        member.forgo_learning()
+
+
+def refuse_deleted(comm: Comm, asked: Sequence[int], members: Mapping[int, Member]) -> None:
+    """Refuse to go on where a rank has deleted a model that is ``asked`` for; all come here.
+
+    Args:
+        members: the models that this rank has.
+
+    Raises:
+        MismatchError: on every rank.
+    """
+    everyone = comm.all_gather_object(set(members), Tag(None, "agree", about="models"))
+    rows = [(rank, cast("set[int]", each)) for rank, each in enumerate(everyone)]
+    for number in asked:
+        if ranks := [rank for rank, there in rows if number not in there]:
+            forgo_learning(members)
+            raise MismatchError(
+                f"wrapped model {number} has been deleted on ranks {ranks}, while others still "
+                "need a unit of it. Delete a model only behind a later forward of another, or a "
+                "later call of zshard that all ranks make."
+            )
+
+
+def tell(comm: Comm, label: str) -> str:
+    """What each rank was about to do; every rank comes here.
+
+    Args:
+        label: what this one was.
+    """
+    everyone = comm.all_gather_object(label, Tag(None, "agree", about=label))
+    return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
+
+
+def refuse(comm: Comm, label: str) -> NoReturn:
+    """Say what each rank was about to do; see ``tell``.
+
+    Raises:
+        MismatchError: always.
+    """
+    seen = tell(comm, label)
+    raise MismatchError(
+        f"the ranks are about to do different things: {seen}. Every rank has to run the same "
+        "forwards, backwards, steps and calls of zshard, of the same models, in the same order."
+    )
+
+
+def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequence[Message]) -> None:
+    """Raise where ranks begin different things, but not on one whose forward has raised before.
+
+    Its exception has ended the step there, and this error ends it on the others: they all come to
+    the same next thing, at which the rank that returns from here meets them.
+
+    Raises:
+        MismatchError: on the others; on all, if no such exception explains the difference.
+    """
+    if len({message.model for message in messages}) > 1:
+        label = f"{label}, of wrapped model {mine.model}"
+    of_a_step = all(message.ask in _OF_A_STEP for message in messages if not message.left)
+    if not (mine.left and of_a_step) or all(message.left for message in messages):
+        refuse(comm, label)
+    tell(comm, f"{label}, after one that raised an exception")
+
+
+def trained_names(units: Sequence[Unit]) -> str:
+    """The parameters that require a gradient, one a line."""
+    flats = [flat for unit in units for flat in unit.flats]
+    pairs = [pair for flat in flats for pair in zip(flat.names, flat.trained, strict=True)]
+    return "\n".join(name for name, trained in pairs if trained)
+
+
+def refuse_trained(comm: Comm, names: str) -> NoReturn:
+    """Say which parameter is trained on some ranks alone; every rank comes here.
+
+    Args:
+        names: of this rank; see ``trained_names``.
+
+    Raises:
+        MismatchError: always.
+    """
+    everyone = comm.all_gather_object(names, Tag(None, "agree", about="requires_grad"))
+    sets: list[set[str]] = [set(str(each).split("\n")) for each in everyone]
+    name = min(set[str]().union(*sets) - sets[0].intersection(*sets))
+    ranks = [rank for rank, each in enumerate(sets) if name in each]
+    raise MismatchError(
+        f"{name} requires a gradient on ranks {ranks} alone; freeze and unfreeze parameters "
+        "on every rank"
+    )

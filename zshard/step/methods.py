@@ -1,0 +1,83 @@
+"""Methods of the model, other than forward, that gather parameters as forward does.
+
+One that calls the model itself does so as often as it likes, so the others cannot know how many
+forwards are to come. Therefore it ends with a meeting: a rank that has left it by an exception
+brings that to the others' next one, which is the one at the end if no other is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..errors import CommError, MismatchError
+from ..phase import calls_under_way, inside_backward
+from .meeting import Ask
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+
+class Methods:
+    """Runs them.
+
+    Attributes:
+        running: the name of the one that is being run, or "".
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.running = ""
+        self._call_the_model: set[str] = set()  # those that have done so
+        self._called = False  # whether the one being run has
+
+    def run(
+        self,
+        name: str,
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        """Call a method of the model as its forward is called."""
+        schedule = self._schedule
+        inside = self.running or calls_under_way(schedule.model) > 0
+        if inside or inside_backward() or schedule.bypassed():
+            return function(*args, **kwargs)
+        schedule.require_values(f"the method {name!r}")
+        args, kwargs = schedule.forward.root_pre_forward(schedule.model, args, kwargs) or (
+            args,
+            kwargs,
+        )
+        self.running, self._called = name, False
+        try:
+            output = function(*args, **kwargs)
+        except BaseException as error:
+            schedule.reset()
+            told = isinstance(error, (MismatchError, CommError))  # all ranks
+            if name in self._call_the_model and schedule.crew.has_peers and not told:
+                with suppress(MismatchError):
+                    self._meet("an exception in", name)
+            raise
+        finally:
+            self.running = ""
+        schedule.root.passage.begin()
+        output = schedule.forward.root_post_forward(schedule.model, args, output)
+        if self._called:
+            self._meet("the end of", name)
+        return output
+
+    def enter_forward(self) -> None:
+        """The method calls the model."""
+        self._call_the_model.add(self.running)
+        self._called = True
+        self._schedule.agreement.finish()
+        self._schedule.backward.forwards.begin()
+
+    def leave_forward(self) -> None:
+        """The model, which the method has called, has returned."""
+        self._schedule.agreement.begin(Ask.CALL, self.running, self.running)
+
+    def _meet(self, how: str, name: str) -> None:
+        what = f"{how} {name}"
+        self._schedule.agreement.begin(Ask.CALL, what, what, gathers=False)

@@ -1,0 +1,265 @@
+"""Gradients: packed and reduced unit by unit, in the order that the ranks have agreed on.
+
+Order of events for each trainable flat buffer: pack (one pass over the gradients, which are freed),
+exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum of
+squares and a non-finite flag (flight.py). An exchange is in flight under the next unit's backward,
+until its buffer is needed; on CPU, until the next one begins. After the last one a small all-reduce
+tells every rank what came out (outcome.py): the global sum of squares, whether anything is not
+finite, which parameters have a gradient on any rank, and which ranks' backward has raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+
+import torch
+
+from ..comm import Comm
+from ..errors import StateError
+from ..param import Sharded
+from ..tag import Tag
+from ..transports.refusal import attempt, raise_together
+from ..unit import Unit
+from ..units.flat import Flat
+from ..units.pool import Pool, Scratch
+from .flight import Flight, Route
+from .outcome import Ending, Outcome, Telling
+
+Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Crew.doing``
+
+
+class Reducer:
+    """Reduces the gradients of ``units`` (the unit map, outermost first) into their shards."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, pool: Pool, device: torch.device) -> None:
+        self.all_flats = [flat for unit in units for flat in unit.flats]
+        self.trained_flats: list[Flat] = []  # those with anything to be trained
+        self._comm, self._pool, self._device = comm, pool, device
+        self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
+        self._in_flight: list[Flight] = []  # that use reduce buffers, in order
+        self._apart: Flight | None = None  # the last that uses no reduce buffer
+        self._flights: list[Flight] = []  # of this backward
+        self._routes: dict[Flat, Route] = {}
+        self._landing: dict[Flat, Route] = {}  # those into shards, for as long as these stay
+        # Of every flat buffer, whether trained or not: the sum of squares, the non-finite flag.
+        self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
+        self._stats_of = dict(zip(self.all_flats, self._stats.unbind(), strict=True))
+        self._present: dict[Flat, list[bool]] = {}
+        self._ending = Ending.WELL  # of the last backward
+        self._telling: Telling | None = None  # what came out, until ``settle`` has taken it in
+        self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
+        self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
+        self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
+        self.unscales = False  # whether grad_scale takes a loss scale away
+        self.find_trained()
+
+    def find_trained(self) -> None:
+        """Find out what there is to reduce: at first, and after parameters were (un)frozen."""
+        self.trained_flats = [flat for flat in self.all_flats if flat.requires_grad]
+        self._stats.zero_()
+        self._routes.clear()
+        self._landing.clear()
+        self._pool.reserve_scratch(scratch_sizes(self.trained_flats, self._comm))
+        for flat in self.all_flats:
+            if not flat.requires_grad and not any(flat.grads.present):
+                flat.grads.free()
+
+    def make_room(self) -> None:
+        """Make the reduce buffers if they are shared memory, which all ranks have to make together.
+
+        Raises:
+            Error: on every rank, if one of them has not enough memory; the next backward tries
+                again.
+        """
+        if not (self._comm.shards.in_memory and self._pool.lacks_scratch):
+            return
+        tag = Tag(None, "backward", about="memory")
+        failure, told = attempt(self._pool.make_scratch, self._comm, tag)
+        if told:
+            self._pool.drop_scratch()  # some ranks may have made what others have not
+            raise_together(failure, told)
+
+    # --- one backward ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin a backward: what was left lazy from the last one is settled."""
+        if self.has_gradients:
+            self.apply_scale()
+        self.grad_scale, self.unscales = None, False
+        self._present.clear()
+
+    def finish(self, tag: Tag, ending: Ending) -> None:
+        """End a backward: complete the reductions, and start telling the ranks what came out."""
+        while self._in_flight:
+            self._in_flight.pop(0).land()
+        if self._apart is not None:
+            self._apart.land()  # and with it those before it on the reduce lane
+            self._apart = None
+        while self._flights:
+            self._flights[0].wait()
+            self._flights.pop(0)
+        self._ending = ending
+        present = chain(*(self._present[flat] for flat in self.trained_flats))
+        stats = self._stats.sum(0)
+        self._telling = Telling(stats, ending, present, self._comm)
+        self._telling.start(tag._replace(phase="reduce", about="norm"))
+
+    def settle(self) -> None:
+        """Read the result of the last backward's all-reduce, if that has not been done.
+
+        Raises:
+            StateError: if the backward has raised an exception on another rank.
+        """
+        if self._telling is None:
+            return
+        self._telling.wait()
+        found, self._telling = self._telling.outcome(), None
+        self._sum_of_squares, self._non_finite = found.sum_of_squares, found.non_finite
+        left_out = set(self.all_flats) - set(self.trained_flats)  # frozen as the backward began
+        if any(any(flat.grads.present) for flat in left_out):
+            self._sum_of_squares = None  # what came out is not of all gradients
+        present = iter(found.present)
+        for flat in self.trained_flats:
+            flat.grads.arrived = [next(present) for _ in flat.names]
+            flat.grads.present = [
+                new or had for new, had in zip(flat.grads.arrived, flat.grads.present, strict=True)
+            ]
+        if found.strays > 0:
+            self.on_strayed()
+        if found.failures > 0:
+            self._drop(found)
+
+    def drop(self) -> None:
+        """Forget every gradient, and what was known of them."""
+        for flat in self.all_flats:
+            flat.grads.drop()
+        self._sum_of_squares = None
+
+    def _drop(self, found: Outcome) -> None:
+        self.drop()
+        if not self._ending.without_gradients:
+            single = found.failures == 1
+            who = f"rank {found.places}" if single else f"{found.failures} ranks"
+            raise StateError(
+                f"on {who} a backward of this step (the last one, or one inside no_sync) raised an "
+                "exception, or took another way than before. The step's gradients are dropped on "
+                "every rank. Repeat the step."
+            )
+
+    def reduce(self, unit: Unit, tag: Tag, doing: Doing) -> None:
+        """Pack what gradients there are of ``unit``, and start reducing them."""
+        for flat in unit.flats:
+            if flat.requires_grad:
+                route = self._route_of(flat)
+                # In order, up to the last one that is in the way: another may lie before it.
+                while not all(flight.leaves_free(route) for flight in self._in_flight):
+                    self._in_flight.pop(0).land()
+                self._comm.reclaim(route.packed, tag)
+                with self._comm.shards.attending():
+                    with doing("pack", unit):
+                        self._present[flat] = flat.grads.ready()
+                        flat.grads.pack(route.packed, route.scale_packed)
+                    with doing("reduce", unit):
+                        flight = Flight(flat, route, self._stats_of[flat], self._comm, tag)
+                    if route.apart:
+                        self._apart = flight
+                    else:
+                        self._in_flight.append(flight)
+                    self._flights.append(flight)
+
+    def _route_of(self, flat: Flat) -> Route:
+        if (route := self._routes.get(flat)) is None:
+            turn = self.trained_flats.index(flat)
+            route = self._routes[flat] = Route.of(flat, self._comm, self._pool, turn)
+        if (room := flat.grads.room()) is None:
+            return route
+        if flat not in self._landing:
+            self._landing[flat] = route.landing_in(room)
+        return self._landing[flat]
+
+    def abandon(self) -> None:
+        """Forget a backward that did not finish; see [Note: after an exception] in backward.py."""
+        for flight in self._flights:
+            flight.abandon()
+        self._flights.clear()
+        self._in_flight.clear()
+        self._apart = None
+
+    def forget(self) -> None:
+        """Drop all gradients, as all ranks do, and what is not known of them yet."""
+        self._flights.clear()
+        self._in_flight.clear()
+        self._apart = None
+        self._telling = None
+        for flat in self.all_flats:
+            flat.grads.drop_leaves()
+        self.drop()
+        self.grad_scale, self.unscales = None, False
+
+    # --- what is known of the gradients ----------------------------------------------------------
+
+    @property
+    def sum_of_squares(self) -> torch.Tensor | None:
+        """0-d float64, of all gradients on all ranks; None if they were changed since."""
+        self.settle()
+        return self._sum_of_squares
+
+    @property
+    def non_finite(self) -> torch.Tensor | None:
+        """0-d float64, not 0 if any gradient is not finite; None if they were changed since."""
+        self.settle()
+        return None if self._sum_of_squares is None else self._non_finite
+
+    def covers(self, params: Iterable[Sharded]) -> bool:
+        """Whether ``params`` include every parameter that has a gradient."""
+        given = {id(param) for param in params}
+        return all(
+            id(param) in given
+            for flat in self.all_flats
+            for param, present in zip(flat.params, flat.grads.present, strict=True)
+            if present
+        )
+
+    def apply_scale(self) -> None:
+        """Multiply the gradients by the factor that zshard's optimizers apply on the fly."""
+        self.settle()
+        if self.grad_scale is not None:
+            for flat in self.all_flats:
+                if any(flat.grads.present):
+                    flat.grads.owned().mul_(self.grad_scale.to(flat.dtypes.master))
+            self.grad_scale, self.unscales = None, False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient that was reduced."""
+        self.settle()
+        return any(any(flat.grads.present) for flat in self.all_flats)
+
+    def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
+        """Defer a multiplication of the gradients by ``factor`` until they are read.
+
+        Args:
+            factor: 0-d fp32, or fp64 where any parameter is.
+            unscales: this is the inverse of a loss scale; see ``Gradients.before_access``.
+        """
+        if self._sum_of_squares is not None:
+            # Here, not where the factor is applied: one rank may look at a gradient while the
+            # others do not, and all have to agree on the bits of the next clip factor.
+            self._sum_of_squares = self._sum_of_squares * factor.double() ** 2
+        factor = factor.view(1)
+        self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
+        self.unscales = self.unscales or unscales
+
+    def forget_norm(self) -> None:
+        """Note that gradients may have changed since the reduction."""
+        self.settle()
+        self._sum_of_squares = None
+
+
+def scratch_sizes(flats: Sequence[Flat], comm: Comm) -> dict[Scratch, int]:
+    """Bytes of the reduce buffers that all of ``flats`` take turns in."""
+    sizes = [Route.bytes_of(flat, comm) for flat in flats]
+    names = sizes[0] if sizes else {}
+    return {name: max(each[name] for each in sizes) for name in names}

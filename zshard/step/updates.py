@@ -1,0 +1,185 @@
+"""Whether all ranks have changed the parameters alike, or one has left out a step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from ..comm import Comm
+from ..digest import digest
+from ..errors import MismatchError
+from ..param import Sharded
+from ..tag import Tag
+from ..unit import Unit
+from ..units.flat import Flat
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+_BITS = 30  # of a checksum
+_MEND = (
+    "The model is torn. Every rank has to make the same changes; to mend it, write whole values "
+    "inside zshard.full_params(model, write=True), or load a checkpoint."
+)
+
+
+class Tally(NamedTuple):
+    """What a rank has changed over some time.
+
+    Args:
+        changes: how often it has changed the master of a flat buffer.
+        checksum: of what every rank has to give alike, in any order; ``_BITS`` bits.
+    """
+
+    changes: int
+    checksum: int
+
+    def since(self, before: Tally) -> Tally:
+        """What has come after ``before``."""
+        checksum = (self.checksum - before.checksum) % (1 << _BITS)
+        return Tally(self.changes - before.changes, checksum)
+
+
+NOTHING = Tally(0, 0)
+
+
+class Updates:
+    """Tallies the changes of the masters of ``units`` from one meeting of the ranks to the next."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._comm = comm
+        self._checksum = 0  # of all that was noted
+        self._noted: dict[str, object] = {}  # since the last check, for errors
+        self._agreed = self._before = NOTHING  # up to the last check and the one before
+        self._checks = 0
+        for flat in self._flats:
+            flat.on_whole_value = partial(self._note_value, flat)
+
+    def note(self, what: str, value: object) -> None:
+        """Note a value that changes parameters, and that every rank has to give alike.
+
+        Args:
+            what: what it is, for errors.
+            value: numbers, which errors show.
+        """
+        if self._comm.world > 1:
+            self._noted[what] = value
+            self._checksum += zlib.crc32(f"{what}: {value}".encode())
+
+    def note_many(self, what: str, values: object) -> None:
+        """As ``note``, of too much for errors to show."""
+        if self._comm.world > 1:
+            self.note(f"{what} (by checksum)", f"{zlib.crc32(repr(values).encode()):08x}")
+
+    def _note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
+        if self._comm.world > 1:
+            seen = digest(whole.to(flat.dtypes.master))
+            self.note(f"the values of {flat.names[index]} (by checksum)", seen)
+
+    def _now(self) -> Tally:
+        changes = sum(flat.version for flat in self._flats)
+        return Tally(changes, self._checksum % (1 << _BITS))
+
+    def tally(self) -> Tally:
+        """What was changed since ``check`` was called last, for the others."""
+        return self._now().since(self._agreed)
+
+    def begin_anew(self) -> None:
+        """Forget all changes so far: all values were replaced alike."""
+        self._before, self._agreed = self._agreed, self._now()
+        self._checks += 1
+        self._noted.clear()
+
+    def tallies(self) -> tuple[int, Tally, Tally]:
+        """How often ``check`` was called; what came since the last time, and the one before."""
+        now = self._now()
+        return self._checks, now.since(self._agreed), now.since(self._before)
+
+    def catch_up(self, everyone: Sequence[tuple[int, Tally, Tally]]) -> None:
+        """As ``check``, where ranks may have come to the last one or not: from the one before.
+
+        Args:
+            everyone: the ranks' ``tallies``.
+        """
+        first = min(checks for checks, _, _ in everyone)
+        self._checks = first
+        self._noted.clear()  # the ranks' are of different times
+        self.check([last if checks == first else both for checks, last, both in everyone])
+
+    def check(self, everyone: Sequence[Tally]) -> None:
+        """Compare the ranks' tallies, and begin anew. All ranks come here.
+
+        Args:
+            everyone: the ranks' ``tally``.
+
+        Raises:
+            MismatchError: on every rank, if they differ.
+        """
+        noted = dict(self._noted)
+        self.begin_anew()
+        if len(set(everyone)) == 1:
+            return
+        told = self._comm.all_gather_object(noted, Tag(None, "agree", about="a change"))
+        found = _first_difference(cast("list[dict[str, object]]", told))
+        if len({tally.changes for tally in everyone}) > 1:
+            raise MismatchError(
+                "an optimizer's step, or another change of parameters, was left out on some ranks: "
+                f"since they last met the ranks have changed {[t.changes for t in everyone]} flat "
+                f"buffers{f' ({found})' if found else ''}. {_MEND}"
+            )
+        raise MismatchError(
+            "since they last met the ranks have changed the parameters differently: "
+            f"{found or 'by a value that has been replaced since'}. {_MEND}"
+        )
+
+
+def note_step(name: str, groups: Sequence[Mapping[str, Any]], settings: object) -> None:
+    """Note, of each wrapped model, what a step of an optimizer is about to do with it.
+
+    Args:
+        name: the optimizer's; groups: its param_groups; settings: their numbers.
+    """
+    members: dict[Schedule, list[tuple[int, str]]] = {}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if isinstance(param, Sharded) and param.flat.schedule.comm.world > 1:
+                members.setdefault(param.flat.schedule, []).append((index, param.fqn))
+    for schedule, names in members.items():
+        if schedule.reducer.has_gradients:
+            present = [flat.grads.present for flat in schedule.flats]
+            note, note_many = schedule.updates.note, schedule.updates.note_many
+            note(f"the settings of {name}'s groups", settings)
+            note_many(f"which parameters are in {name}'s groups", names)
+            note_many(f"which parameters have gradients in {name}'s step", present)
+
+
+def note_states(name: str, param: torch.Tensor, states: Mapping[str, object]) -> None:
+    """Note whole states of ``param`` that an optimizer is given.
+
+    Those of one dimension may be this rank's slice, and are not compared.
+
+    Args:
+        name: the optimizer's.
+    """
+    if isinstance(param, Sharded) and param.flat.schedule.comm.world > 1:
+        for state, value in states.items():
+            if isinstance(value, Sharded) or not isinstance(value, torch.Tensor):
+                continue
+            if value.ndim != 1:
+                what = f"{state} of {param.fqn}, loaded into {name},"
+                param.flat.schedule.updates.note_many(what, digest(value))
+
+
+def _first_difference(noted: Sequence[dict[str, object]]) -> str:
+    """Which of the values that the ranks have noted differs, rank by rank; or ""."""
+    for what in dict.fromkeys(what for each in noted for what in each):
+        values = [each.get(what) for each in noted]
+        if len(set(map(str, values))) > 1:
+            shown = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            return f"{what}: {shown}"
+    return ""

@@ -1,0 +1,54 @@
+"""Errors of the backends, by the names of the collective and of the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..errors import CommError, Error
+from .neighbours import Missed
+
+if TYPE_CHECKING:
+    from ..comm import Comm
+    from ..tag import Tag
+
+
+class NamedErrors(NamedTuple):
+    """Turns the backend's error into one that names the collective and the rank that saw it."""
+
+    comm: Comm
+    op: str
+    tag: Tag
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        neighbours = self.comm.shards.neighbours
+        if neighbours is not None and neighbours.failed:
+            self.comm.broken = True
+        if isinstance(error, RuntimeError) and not isinstance(error, Error):
+            self.comm.broken = True
+            unnamed = not isinstance(error, Missed)
+            ended = "".join(over.ended() for over in self.comm.axes) if unnamed else ""
+            if _says_out_of_memory(error):
+                cause = "This rank is out of memory, and the other ranks wait for it."
+            elif isinstance(error, Missed):
+                cause = "The first error among the ranks' logs may say more."
+            else:
+                cause = (
+                    "Another rank has stopped, or runs a different model or order of units; look "
+                    "at the first error among the ranks' logs."
+                )
+            raise CommError(
+                f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
+                f"{error}.{ended} {cause}"
+            ) from error
+
+
+def _says_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed; torch's of a CPU's memory has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,251 @@
+"""One flat buffer of a unit: where its segments lie, its master, its gradients, its full buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import ops
+from ..comm import Comm
+from ..hooks import ParamHooks
+from ..layout import Layout, Local
+from ..param import Sharded
+from ..precision import Dtypes
+from ..strategy import Strategy
+from .full_buffer import FullBuffer
+from .grad_objects import Aliases
+from .gradient import Gradients
+from .master import Master
+from .storage import shares, storage_of
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+
+class Flat:
+    """The segments of a unit that share a parameter dtype and ``requires_grad``.
+
+    S is the size of a shard, O that of the range this rank owns: its shard, or everything.
+
+    Attributes:
+        shard: the range of this rank's shard; owned: the range that it updates.
+        master: (O,), the authority.
+        grads: the reduced gradients of the owned range, in the reduce dtype.
+        resident: (N * S,) compute dtype, the full buffer where that stays in memory; else None.
+        full: what is there of the whole parameters while they are gathered.
+        sent: this rank's part of what the collective gathers, likewise.
+        params: the sharded parameters; ``full.leaves`` are the whole ones.
+        trained: of each parameter, whether it requires a gradient; alike at first, as the unit map
+            puts them together, but users may freeze and unfreeze single ones.
+
+    Args:
+        params: whole; those on the meta device have no values yet, and zeros in their place.
+        lent: of ``lend``.
+    """
+
+    def __init__(
+        self,
+        all_names: Sequence[tuple[str, ...]],
+        params: Sequence[torch.Tensor],
+        dtypes: Dtypes,
+        strategy: Strategy,
+        comm: Comm,
+        device: torch.device,
+        lent: torch.Tensor | None,
+    ) -> None:
+        self.all_names = tuple(all_names)  # tied parameters have several
+        self.names = tuple(names[0] for names in all_names)
+        self.unit_label = ""  # set by the unit
+        self.schedule: Schedule  # set by the schedule that takes the unit over
+        self.dtypes, self.strategy, self.device = dtypes, strategy, device
+        self.trained = [param.requires_grad for param in params]
+        self.hooks = [ParamHooks(param) for param in params]
+        self.layout = Layout.of(params, comm.size, comm.replicas.size)
+        self.shard = self.layout.shard(comm.rank)
+        self.owned = self.layout.whole if strategy.replicated else self.shard
+        self._locals = tuple(self.layout.local(i, self.owned) for i in range(len(params)))
+        # The schedule's: called before a parameter is frozen or unfrozen.
+        self.before_set_trained: Callable[[str], None] = lambda name: None
+        # The agreement's: called before the master is written, which other ranks may still need.
+        self.before_change: Callable[[], None] = lambda: None
+        # The unit's: called before what a gather under way may be sending is written.
+        self.before_send_written: Callable[[], None] = lambda: None
+        # Updates': called when a parameter has got a value that all ranks have to give alike.
+        self.on_whole_value: Callable[[int, torch.Tensor], None] = lambda index, whole: None
+        self.version = 0  # of the master's values: how often they were changed
+        self.resident: torch.Tensor | None = None
+        self.master = self._allocate(params, lent, stays=strategy.resident or not self.needs_gather)
+        self.sent = self.master.send.view(torch.uint8)
+        self.grads = Gradients(self)
+        self.aliases = Aliases(len(params))  # of parameters
+        self.params = [
+            Sharded(None if dtypes.split else self.master.read(a, b), self, i, is_param=True)
+            for i, (a, b, _) in enumerate(self._locals)
+        ]
+        self.full = FullBuffer(self.layout.segments, self.params, self.trained, self.hooks)
+
+    def _allocate(
+        self, params: Sequence[torch.Tensor], lent: torch.Tensor | None, *, stays: bool
+    ) -> Master:
+        """The master, of the owned range alone; and the full buffer, where that ``stays``."""
+        dtypes, numel = self.dtypes, self.owned.numel
+        if lent is None:
+            lent = torch.empty(self.layout.numel, dtype=dtypes.compute, device=self.device)
+        self.resident = lent if stays else None
+        send = self.owned.of(lent) if stays else lent
+        if dtypes.compute == dtypes.master:
+            initial = send
+        else:
+            initial = torch.empty(numel, dtype=dtypes.master, device=self.device)
+        pieces = [
+            None
+            if param.is_meta
+            else local.elements.of(segment.physical(param.detach()).reshape(-1))
+            for segment, param, local in zip(
+                self.layout.segments, params, self._locals, strict=True
+            )
+        ]
+        ops.pack_(initial, pieces, [begin for begin, _, _ in self._locals])
+        return Master(initial, send, dtypes)
+
+    def move(self) -> None:
+        """Leave the memory that other ranks read, for this rank's own, before any use."""
+        moved = self.copy.clone()
+        if self.resident is None:
+            self.master.move(moved)
+        else:
+            self.resident = moved
+            self.master.move(self.owned.of(moved))
+        self.sent = self.master.send.view(torch.uint8)
+        if self.master.values is self.master.send:
+            for param, (begin, end, _) in zip(self.params, self._locals, strict=True):
+                param._local = self.master.read(begin, end)
+
+    def let_go(self) -> None:
+        """Free the memory at once, whoever still refers to this; it is of no more use."""
+        del self.master, self.sent, self.full
+        self.resident, self.params = None, []
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether the whole takes an all-gather, of what each rank has a shard of."""
+        return self.layout.world_size > 1 and self.layout.numel > 0 and not self.strategy.replicated
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full buffer."""
+        return self.layout.numel * self.dtypes.compute.itemsize
+
+    @property
+    def copy(self) -> torch.Tensor:
+        """What the compute dtype's values are kept in: the full buffer, or what is sent."""
+        return self.master.send if self.resident is None else self.resident
+
+    @property
+    def padding(self) -> int:
+        """Elements of the owned range that belong to no parameter."""
+        return self.owned.numel - sum(end - begin for begin, end, _ in self._locals)
+
+    def local(self, index: int) -> Local:
+        """Where segment ``index`` lies in the owned range."""
+        return self._locals[index]
+
+    # --- the full buffer -------------------------------------------------------------------------
+
+    def attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
+        """Make ``memory`` (N * S,) the full buffer, which holds no values of it yet."""
+        self.full.attach(memory, leaf_grad_arrived)
+        self.mark(valid=False)
+
+    def mark(self, *, valid: bool) -> None:
+        """Say whether the full buffer holds the master's values; see ``FullBuffer.mark``."""
+        self.full.mark(self.version, valid=valid)
+
+    # --- trained or frozen -----------------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of the parameters is trained."""
+        return any(self.trained)
+
+    def set_trained(self, index: int, value: bool) -> None:
+        """Freeze or unfreeze parameter ``index``.
+
+        Raises:
+            StateError: inside a forward or backward; if no_sync holds a gradient of it.
+        """
+        self.before_set_trained(self.names[index])
+        if self.grads.is_held_back(index):
+            self.grads.before_access(index)
+        self.trained[index] = value
+        self.full.set_trained(index, value)
+
+    # --- the master ------------------------------------------------------------------------------
+
+    def leave_data(self, index: int) -> None:
+        """Before ``param.data = ...``: what was taken from ``.data`` earlier gets its own copy.
+
+        As with plain tensors, where that assignment gives the parameter other memory.
+        """
+        for alias in self.aliases.take(index):
+            values = self.master.values
+            if alias._local is None or (values is not None and shares(alias._local, values)):
+                alias._local = alias.local.clone()
+
+    def refresh_send(self) -> None:
+        """Update what is sent, if the master is newer."""
+        if self.master.stale:
+            self.before_send_written()
+        self.master.refresh()
+
+    def before_write(self) -> None:
+        """Wait for those who still read the master, which is about to be written.
+
+        Raises:
+            MismatchError: on every rank, if others do not come to a change of parameters.
+        """
+        self.before_change()
+        self.before_send_written()
+
+    def before_slices(self, storages: set[int]) -> None:
+        """Prepare for writes to parts of some storages: the master's, the gradients', or others."""
+        if self._has_master(storages):
+            self.before_write()
+
+    def slices_written(self, storages: set[int]) -> None:
+        """Note that parts of some storages were written."""
+        if self._has_master(storages):
+            self.updated(send_written=False)
+        self.grads.written(storages)
+
+    def took(self, target: Sharded, whole: torch.Tensor) -> None:
+        """Note that ``target``, a parameter or something else, got its part of ``whole``."""
+        if target._local is None or self._has_master({storage_of(target._local)}):
+            self.on_whole_value(target.segment, whole)
+
+    def _has_master(self, storages: set[int]) -> bool:
+        return self.master.values is not None and storage_of(self.master.values) in storages
+
+    def updated(self, *, send_written: bool) -> None:
+        """Note a new value of the master; ``send_written`` if what is sent has it already."""
+        self.version += 1
+        self.master.stale = not send_written and self.master.has_copy
+        # Where the full buffer stays in memory, its values have changed under the graph.
+        self.mark(valid=False)
+
+
+def lend(
+    params: Sequence[torch.Tensor], dtypes: Dtypes, strategy: Strategy, comm: Comm
+) -> torch.Tensor | None:
+    """Memory of a flat buffer of ``params`` that collectives take: what is sent, or all of it.
+
+    None where they take none. Ranks that share memory come here together.
+    """
+    if strategy.replicated:
+        return None
+    layout = Layout.of(params, comm.size, comm.replicas.size)
+    if strategy.resident or comm.size == 1:
+        return comm.empty(layout.numel, dtypes.compute, whole=True)
+    return comm.empty(layout.shard_size, dtypes.compute)

@@ -1,0 +1,162 @@
+"""A full buffer: its memory, the leaves that are views of it, and what autograd is told of both.
+
+[Note: the version counter guards a gathered buffer]
+Autograd saves views of the full buffer in forward and reads them in backward. In between the
+unit is resharded, its memory holds another unit, and it is gathered again into the same place.
+All leaves of a flat buffer share the version counter of ``base``. While the unit is gathered the
+counter says which values the buffer holds (twice the version of the master); while it is
+not, it says so by an odd number. So a graph that reads a weight that is not there, or one that an
+optimizer has changed since, gets autograd's own "modified by an inplace operation" error, never
+another unit's numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._C import _will_engine_execute_node
+from torch._C._autograd import _unsafe_set_version_counter
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import Parameter
+
+from ..hooks import ParamHooks
+from ..layout import Segment
+from ..param import Sharded, user_attributes
+from .leaf import as_autograd_sees, set_alive
+
+
+class FullBuffer:
+    """The whole parameters of one flat buffer, once there is memory for them.
+
+    Attributes:
+        base: (N * S,) compute dtype, the full buffer; the leaves are views of it.
+        recv: the same memory as bytes, for the collective. (gloo knows few dtypes.)
+        leaves: what the modules hold of each parameter while it is gathered.
+
+    Args:
+        params: the sharded parameters; trained: of each, whether it requires a gradient now. Both
+            are the flat buffer's own lists, which it changes.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        params: Sequence[Sharded],
+        trained: Sequence[bool],
+        hooks: Sequence[ParamHooks],
+    ) -> None:
+        self._segments, self._params, self._trained, self._hooks = segments, params, trained, hooks
+        self.base: torch.Tensor | None = None
+        self.recv: torch.Tensor | None = None
+        self.leaves: list[Parameter] = []
+        self._marked = 0  # the version counter of `base` as we last set it
+        self._watched: set[int] = set()  # leaves that call at their gradient
+        self._leaf_grad_arrived: Callable[[int], None] = lambda index: None  # the unit's
+        self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
+
+    def attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
+        """Make ``memory`` (N * S,) the full buffer, and new leaves as views of it; to be marked."""
+        # Leaves outlive a first use under inference_mode, so they are made outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._attach(memory, leaf_grad_arrived)
+
+    def _attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
+        # Two aliases of one memory: the collective writes `recv`, whose version counter nobody
+        # looks at; see [Note: the version counter guards a gathered buffer] for `base`'s.
+        self.recv = _alias(memory).view(torch.uint8)
+        self.base = _alias(memory)
+        self.leaves = []
+        self._watched.clear()
+        self._accumulators = None
+        self._leaf_grad_arrived = leaf_grad_arrived
+        for index, segment in enumerate(self._segments):
+            leaf = Parameter(segment.view_of(self.base), requires_grad=self._trained[index])
+            leaf.__dict__.update(user_attributes(self._params[index]))
+            self.leaves.append(leaf)
+            self._watch(index)
+
+    def _watch(self, index: int) -> None:
+        """Hook leaf ``index``, to be called when its gradient is there."""
+        leaf = self.leaves[index]
+        if not leaf.requires_grad or index in self._watched:
+            return
+        self._watched.add(index)
+        full = weakref.ref(self)  # autograd keeps hooks out of the garbage collector's sight
+
+        def change(grad: torch.Tensor) -> torch.Tensor:
+            owner = full()
+            return grad if owner is None else owner._hooks[index].change(grad)
+
+        def leaf_grad_arrived(leaf: torch.Tensor) -> None:
+            if (owner := full()) is not None:
+                owner._leaf_grad_arrived(index)
+
+        leaf.register_hook(change)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(leaf_grad_arrived)  # type: ignore[no-untyped-call]
+
+    def leaf(self, index: int) -> Parameter:
+        """What the modules hold of parameter ``index`` while it is whole."""
+        leaf, trained = self.leaves[index], self._trained[index]
+        if leaf.requires_grad != trained:  # frozen or not while a module held it
+            leaf.requires_grad_(trained)
+            self._accumulators = None
+        return leaf
+
+    def set_trained(self, index: int, value: bool) -> None:
+        """Freeze or unfreeze leaf ``index``, if there is one."""
+        if self.leaves:
+            with as_autograd_sees():
+                self.leaves[index].requires_grad_(value)
+                self._watch(index)
+            self._accumulators = None
+
+    def will_be_reached(self) -> bool:
+        """Whether the backward under way makes a gradient of any leaf.
+
+        To be asked in one of its hooks.
+        """
+        if self._accumulators is None:
+            with as_autograd_sees():
+                trained = [leaf for leaf in self.leaves if leaf.requires_grad]
+                self._accumulators = [get_gradient_edge(leaf).node for leaf in trained]
+        try:
+            return any(map(_will_engine_execute_node, self._accumulators))
+        except RuntimeError:  # in torch.autograd.grad, which makes none
+            return False
+
+    def mark(self, version: int, *, valid: bool) -> None:
+        """Say what the buffer holds: to autograd, and to those who have kept a leaf.
+
+        Args:
+            version: of the master's values.
+            valid: whether the buffer holds them; else something else, or older ones.
+        """
+        if self.base is not None:
+            self._marked = 2 * version + (not valid)
+            _unsafe_set_version_counter((self.base,), (self._marked,))
+            set_alive(self.leaves, valid)
+
+    def written_while_gathered(self) -> bool:
+        """Whether somebody wrote to a leaf in place since the last ``mark``, or gave it other data.
+
+        The latter is undone.
+        """
+        if self.base is None:
+            return False
+        moved = [
+            (leaf, segment)
+            for leaf, segment in zip(self.leaves, self._segments, strict=True)
+            if leaf.data_ptr() != self.base.data_ptr() + segment.offset * leaf.itemsize
+            and leaf.numel() > 0
+        ]
+        for leaf, segment in moved:
+            leaf.data = segment.view_of(self.base)
+        return bool(moved) or self.base._version != self._marked
+
+
+def _alias(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory under a version counter of its own."""
+    alias = torch.empty(0, dtype=memory.dtype, device=memory.device)
+    return alias.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, (1,))

@@ -1,0 +1,93 @@
+"""The gradients of one flat buffer as objects: what ``p.grad`` is, and what becomes of one kept.
+
+The gradients of every step lie in the same memory. ``p.grad`` is one object for as long as the
+gradient accumulates; once that is dropped the next one is another, as with plain tensors, so
+whoever still has the first has to keep its values. From then on nobody can get it through
+``p.grad``, so it is enough to ask as it is dropped whether anybody has it. Its count of references
+says so for nothing, where a new object for every step would cost time.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..param import LostGrad, Sharded, ShardedGrad
+from .storage import shares
+
+if TYPE_CHECKING:
+    from .flat import Flat
+
+
+class Aliases:
+    """Sharded tensors over the memory of others, as ``detach`` and ``.data`` make them."""
+
+    def __init__(self, count: int) -> None:
+        self._known: list[list[weakref.ref[Sharded]]] = [[] for _ in range(count)]
+
+    def note(self, alias: Sharded) -> None:
+        """Note that the user was given ``alias``."""
+        known = self._known[alias.segment]
+        known[:] = [each for each in known if each() is not None] + [weakref.ref(alias)]
+
+    def take(self, index: int) -> list[Sharded]:
+        """Those of segment ``index`` that somebody still has; they are forgotten."""
+        known, self._known[index] = self._known[index], []
+        return [alias for each in known if (alias := each()) is not None]
+
+
+class GradObjects:
+    """What the user was given of the gradients of ``flat``."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._objects: list[ShardedGrad | None] = [None] * len(flat.names)
+        self.aliases = Aliases(len(flat.names))
+
+    def get(self, index: int) -> ShardedGrad | None:
+        """The object that stands for the gradient of parameter ``index``, if there is one."""
+        return self._objects[index]
+
+    def make(self, index: int, owned: torch.Tensor) -> ShardedGrad:
+        """A new one; ``owned`` (O,) has the values."""
+        begin, end, _ = self._flat.local(index)
+        made = self._objects[index] = ShardedGrad(owned[begin:end], self._flat, index)
+        return made
+
+    def leave(self, index: int, memory: torch.Tensor | None, *, held_back: bool) -> None:
+        """Leave gradient ``index``, which is dropped, to those who keep it.
+
+        Args:
+            memory: what all gradients lie in; held_back: by no_sync, so that nobody has it whole.
+        """
+        kept = self.aliases.take(index)
+        if _is_kept(self._objects, index):
+            left, self._objects[index] = self._objects[index], None
+            assert left is not None
+            left.__class__ = LostGrad if held_back else Sharded  # type: ignore[assignment]
+            kept.append(left)
+        scale = self._flat.schedule.reducer.grad_scale
+        for each in kept:
+            if each._local is not None and memory is not None and shares(each._local, memory):
+                own = each._local.to(self._flat.dtypes.master, copy=True)
+                each._local = own if scale is None else own.mul_(scale)
+
+    def forget(self) -> None:
+        """Drop every gradient's object; the memory is freed."""
+        self._objects = [None] * len(self._objects)
+
+
+def _references(items: Sequence[object], index: int) -> int:
+    return sys.getrefcount(items[index])
+
+
+_ALONE = _references([object()], 0)  # where there is none but the list's
+
+
+def _is_kept(items: Sequence[object], index: int) -> bool:
+    """Whether anybody but the list refers to an item."""
+    return items[index] is not None and _references(items, index) > _ALONE

@@ -1,0 +1,316 @@
+"""The gradients of one flat buffer: reduced ones, and those that no_sync holds back."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import ops
+from ..errors import InputError, StateError
+from ..layout import Range
+from ..param import Sharded, ShardedGrad
+from .grad_objects import GradObjects
+from .leaf import as_autograd_sees
+from .storage import shares, storage_of
+
+if TYPE_CHECKING:
+    from ..step.reduction import Reducer
+    from .flat import Flat
+
+
+class Gradients:
+    """What a rank holds of the gradients of ``flat``.
+
+    Attributes:
+        present: of each parameter, whether any rank has a gradient that was reduced.
+        arrived: likewise, of the last backward alone.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self.present = [False] * len(flat.names)
+        self.arrived = [False] * len(flat.names)
+        # (N * S,) or (S,) reduce dtype, as the strategy says; made at the first backward.
+        self._memory: torch.Tensor | None = None
+        self._shard: torch.Tensor | None = None  # a view of it, see ``shard``
+        # Sums of backwards inside no_sync that were not reduced yet: (shape) in the reduce dtype.
+        self._held: list[torch.Tensor | None] = [None] * len(flat.names)
+        # (N * S,) reduce dtype, where those are that have to be cast; kept while steps need it.
+        self._sums: torch.Tensor | None = None
+        self.objects = GradObjects(flat)
+
+    @property
+    def _reducer(self) -> Reducer:
+        return self._flat.schedule.reducer
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _range(self) -> Range:
+        """The part of the flat buffer that there is memory for."""
+        layout = self._flat.layout
+        return layout.whole if self._flat.strategy.whole_grads else self._flat.shard
+
+    def _allocated(self) -> torch.Tensor:
+        if self._memory is None:
+            with torch.inference_mode(False):
+                self._memory = torch.zeros(
+                    self._range().numel, dtype=self._flat.dtypes.reduce, device=self._flat.device
+                )
+            self._tell(self._memory.nbytes)
+        return self._memory
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._tell(-self._memory.nbytes)
+            self._memory = self._shard = None
+        self._free_sums()
+        self.objects.forget()
+
+    def _tell(self, nbytes: int) -> None:
+        self._flat.schedule.pool.ledger.add("gradients", nbytes)
+
+    def _part(self, part: Range) -> torch.Tensor:
+        first = self._range().begin
+        return self._allocated()[part.begin - first : part.end - first]
+
+    def owned(self) -> torch.Tensor:
+        """(O,) reduce dtype: the reduced gradients of what this rank updates."""
+        return self._part(self._flat.owned)
+
+    def shard(self) -> torch.Tensor:
+        """(S,) reduce dtype: the part that this rank's reduction writes; one object."""
+        if self._shard is None:
+            self._shard = self._part(self._flat.shard)
+        return self._shard
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated, those held back included."""
+        kept = [t for t in (self._memory, self._sums) if t is not None]
+        return sum(t.nbytes for t in kept) + sum(map(self._bytes_of_its_own, self._held))
+
+    def _bytes_of_its_own(self, held: torch.Tensor | None) -> int:
+        """Bytes of one held back; 0 where it lies in the buffer or among the sums."""
+        kept = (self._memory, self._sums)
+        if held is None or any(shares(held, each) for each in kept if each is not None):
+            return 0
+        return held.nbytes
+
+    # --- as the user sees them -------------------------------------------------------------------
+
+    def get(self, index: int) -> ShardedGrad | None:
+        """The gradient of parameter ``index``, or None. One that no_sync holds back is one."""
+        self._reducer.settle()
+        if not self.present[index] and not self.is_held_back(index):
+            return None
+        found = self.objects.get(index)
+        return self.objects.make(index, self.owned()) if found is None else found
+
+    def set(self, index: int, value: torch.Tensor | None) -> None:
+        """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
+        flat = self._flat
+        if isinstance(value, Sharded) and (value.flat is not flat or value.segment != index):
+            raise InputError(f"{flat.names[index]}: this is the gradient of {value.fqn}")
+        if value is not None:
+            self._apply_scale(index)
+        self._reducer.forget_norm()
+        if value is None or value is not self.objects.get(index):
+            self._leave(index)
+        self._let_go([index])  # what no_sync has held back goes with it
+        if value is None:
+            self.present[index] = False
+            return
+        if value is not self.objects.get(index):
+            begin, end, _ = flat.local(index)
+            Sharded(self.owned()[begin:end], flat, index).copy_(value)
+        self.present[index] = True
+
+    def _leave(self, index: int) -> None:
+        """Leave gradient ``index``, which is dropped, to those who keep it."""
+        self.objects.leave(index, self._memory, held_back=self.is_held_back(index))
+
+    def before_access(self, index: int) -> None:
+        """Make the gradient shard hold what the user is to see.
+
+        Raises:
+            StateError: if part of the gradient is held back by no_sync; if it is fp16 and still has
+                to be divided by a loss scale.
+        """
+        if self.is_held_back(index):
+            raise StateError(
+                f"{self._flat.names[index]}: its gradient is held back by zshard.no_sync and not "
+                "reduced yet. Run the last backward of the step outside no_sync, or drop it with "
+                "zero_grad(set_to_none=True)."
+            )
+        self._apply_scale(index)
+
+    def before_look(self, index: int) -> torch.Tensor | None:
+        """As ``before_access``, but leaves the shard; (1,), the factor still to be applied."""
+        if self.is_held_back(index):
+            self.before_access(index)
+        self._refuse_fp16(index)
+        self._reducer.settle()
+        return self._reducer.grad_scale
+
+    def _apply_scale(self, index: int) -> None:
+        self._refuse_fp16(index)
+        for flat in self._flat.schedule.flats:  # it applies to all of them
+            if True in flat.grads.present:
+                flat.grads._refuse_fp16(flat.grads.present.index(True))
+        self._reducer.apply_scale()
+
+    def _refuse_fp16(self, index: int) -> None:
+        flat = self._flat
+        if flat.dtypes.reduce == torch.float16 and flat.schedule.reducer.unscales:
+            raise StateError(
+                f"{flat.names[index]}: its gradient is float16 and is divided by the loss scale as "
+                "zshard's optimizers read it; in float16 small values would become 0. Look at "
+                "gradients before scaler.unscale_, or reduce in fp32 (zshard.Precision.fp16()), "
+                "which torch's optimizers need too."
+            )
+
+    def written(self, storages: Container[int]) -> None:
+        """Note that parts of some storages were written, which may be these gradients'."""
+        if self._memory is not None and storage_of(self._memory) in storages:
+            self._reducer.forget_norm()
+
+    # --- held back by no_sync --------------------------------------------------------------------
+
+    def is_held_back(self, index: int) -> bool:
+        """Whether a backward inside no_sync has left a gradient that is not reduced yet."""
+        return self._held[index] is not None
+
+    def zero_held_back(self, index: int) -> None:
+        """Zero what no_sync holds of gradient ``index``, whose shard is about to be zeroed.
+
+        It stays held back: only the next reduction tells whether other ranks have one.
+        """
+        if (held := self._held[index]) is not None:
+            held.zero_()
+
+    def forget_held_back(self) -> None:
+        """Forget all that no_sync holds."""
+        self._let_go(range(len(self._held)))
+
+    def _let_go(self, indices: Iterable[int]) -> None:
+        freed = 0
+        for index in indices:
+            held, self._held[index] = self._held[index], None
+            freed += self._bytes_of_its_own(held)
+        if freed > 0:
+            self._tell(-freed)
+
+    def drop_leaves(self) -> None:
+        """Forget the gradients of a backward that was not reduced."""
+        with as_autograd_sees():
+            for leaf in self._flat.full.leaves:
+                leaf.grad = None
+
+    @torch.no_grad()
+    def hold_back(self) -> None:
+        """Move the leaves' gradients of a backward inside no_sync to where they add up."""
+        with as_autograd_sees():
+            self._hold_back()
+
+    def _hold_back(self) -> None:
+        flat = self._flat
+        # A buffer of the whole unit has room for the sums, unless reduced gradients are in it.
+        inside = flat.strategy.whole_grads and not any(self.present)
+        kept = 0
+        for index, leaf in enumerate(flat.full.leaves):
+            if leaf.grad is None:
+                continue
+            held, grad, segment = self._held[index], leaf.grad, flat.layout.segments[index]
+            # In the reduce dtype: a 16-bit sum of many micro-batches would stand still.
+            if held is not None and grad.dtype == held.dtype:
+                held.add_(grad)
+            elif held is not None:  # add_ would make a cast copy of the gradient first
+                row = segment.physical(_dense(grad)).reshape(1, -1)
+                ops.reduce_(segment.physical(held).view(-1), row, accumulate=True)
+            elif inside or grad.dtype != flat.dtypes.reduce:
+                memory = self._allocated() if inside else self._room_for_sums()
+                self._held[index] = segment.view_of(memory).copy_(_dense(grad))
+            else:
+                self._held[index] = own = _dense(grad)
+                kept += own.nbytes
+            leaf.grad = None
+        if kept > 0:
+            self._tell(kept)
+
+    def _room_for_sums(self) -> torch.Tensor:
+        if self._sums is None:
+            numel, dtype = self._flat.layout.numel, self._flat.dtypes.reduce
+            self._sums = torch.empty(numel, dtype=dtype, device=self._flat.device)
+            self._tell(self._sums.nbytes)
+        return self._sums
+
+    def _free_sums(self) -> None:
+        if self._sums is not None:
+            self._tell(-self._sums.nbytes)
+            self._sums = None
+
+    # --- reduction -------------------------------------------------------------------------------
+
+    def ready(self) -> list[bool]:
+        """Of each parameter: whether this rank has a gradient for it to be reduced."""
+        with as_autograd_sees():
+            left = [leaf.grad is not None for leaf in self._flat.full.leaves]
+        left = left or [False] * len(self._held)
+        return [new or held is not None for new, held in zip(left, self._held, strict=True)]
+
+    def room(self) -> torch.Tensor | None:
+        """(S,) reduce dtype: the shard, where nothing lies in it that a reduction is to read."""
+        taken = any(self.present) or any(held is not None for held in self._held)
+        return None if taken else self.shard()
+
+    def pack(self, packed: torch.Tensor, scale: float) -> None:
+        """Write this rank's gradients, times ``scale``, into ``packed`` (N * S,) and free them."""
+        flat = self._flat
+        grads: list[torch.Tensor | None]
+        held_back = any(held is not None for held in self._held)
+        if held_back:
+            self.hold_back()
+            grads = list(self._held)
+        else:
+            self._free_sums()  # no micro-batches any more
+            with as_autograd_sees():
+                grads = [leaf.grad for leaf in flat.full.leaves]
+        segments = flat.layout.segments[: len(grads)]
+        sources = [
+            None if grad is None else segment.physical(_dense(grad))
+            for grad, segment in zip(grads, segments, strict=True)
+        ]
+        ops.pack_(packed, sources, [segment.offset for segment in segments], scale)
+        if held_back:
+            self.forget_held_back()
+        self.drop_leaves()
+
+    def drop(self) -> None:
+        """Forget every gradient, as zero_grad does."""
+        for index in range(len(self.present)):
+            self._leave(index)
+        self.present = [False] * len(self.present)
+        self.forget_held_back()
+
+    def prepare_sum(self) -> bool:
+        """Make the gradient shard ready to be added to; False where it is to be overwritten."""
+        if not any(self.present):
+            return False
+        # What no gradient fills must not enter the sum: the stale values of one that was dropped,
+        # and the padding, which a NaN clip factor makes NaN.
+        grad, filled = self.owned(), 0
+        for index, present in enumerate(self.present):
+            begin, end, _ = self._flat.local(index)
+            if present and begin < end:
+                if filled < begin:
+                    grad[filled:begin].zero_()
+                filled = end
+        grad[filled:].zero_()
+        return True
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()

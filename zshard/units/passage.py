@@ -1,0 +1,78 @@
+"""What goes through a unit's forward: which tensors it made, and which only pass through."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..structure import tensors_in
+from .storage import storage_of
+
+
+class Passage:
+    """One forward of a unit, from its inputs to its outputs."""
+
+    def __init__(self) -> None:
+        self._given: object = None
+        self._inputs: list[tuple[torch.Tensor, int]] = []
+        # Id of the exception that its caller was handling as it began; another one ends it.
+        self._handled = id(None)
+
+    def begin(self) -> None:
+        """Note that it begins, before anything of it may raise."""
+        self._handled = id(sys.exc_info()[1])
+
+    @property
+    def raised(self) -> bool:
+        """Whether it has ended in an exception; for the hook that comes after it."""
+        return id(sys.exc_info()[1]) != self._handled
+
+    def enter(self, inputs: object) -> None:
+        """Note what goes in."""
+        if torch.is_grad_enabled():
+            self._given = inputs
+            self._inputs = [(t, t._version) for t in tensors_in(inputs) if t.requires_grad]
+
+    def leave(self, output: object) -> list[torch.Tensor]:
+        """The differentiable tensors that have a node of this unit behind them.
+
+        They may be in ``output``, or left in a list or cache that was among the inputs. Last come
+        those that others are views of: a write to a view in place gives it another node.
+        """
+        outside = {id(t) for tensor, _ in self._inputs for t in (tensor, tensor._base)}
+        passed = {id(tensor) for tensor, version in self._inputs if tensor._version == version}
+        given = self._given
+        self.forget()
+        if not torch.is_grad_enabled():
+            return []
+        found = {id(t): t for t in tensors_in((output, given)) if t.requires_grad}
+        own = [tensor for key, tensor in found.items() if key not in passed]
+        for tensor in own:
+            # register_hook crashes on a view whose base was written to through another one, if
+            # nobody has asked for the node that the view has since.
+            _ = tensor.grad_fn
+        bases = {id(tensor._base): tensor._base for tensor in own}
+        return own + [
+            base
+            for key, base in bases.items()
+            if base is not None and base.grad_fn is not None and key not in outside | found.keys()
+        ]
+
+    def forget(self) -> None:
+        """Drop the inputs."""
+        self._given, self._inputs = None, []
+
+
+def lying_in(buffers: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
+    """What tells whether a tensor is a view of one of ``buffers``."""
+    storages = {storage_of(buffer) for buffer in buffers}
+
+    def lies(tensor: torch.Tensor) -> bool:
+        try:
+            return storage_of(tensor) in storages
+        except (NotImplementedError, RuntimeError):  # sparse, nested or batched: not a view
+            return False
+
+    return lies

@@ -1,0 +1,46 @@
+"""Where a module holds a parameter: the sharded one, or the whole one while it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import StateError
+
+if TYPE_CHECKING:
+    from .flat import Flat
+
+
+@dataclass(frozen=True)
+class Place:
+    """One attribute of one module that holds a parameter of the unit."""
+
+    module: nn.Module
+    attribute: str
+    flat: int  # index into Unit.flats
+    segment: int  # index into the flat's segments
+
+    def require(self, flat: Flat) -> None:
+        """Make sure that the module holds the sharded parameter, which is one of ``flat``'s.
+
+        Raises:
+            StateError: if it holds something else.
+        """
+        param: torch.Tensor = flat.params[self.segment]
+        if self.module._parameters.get(self.attribute) is not param:
+            raise StateError(
+                f"{flat.names[self.segment]} ({self.attribute} of a {type(self.module).__name__}) "
+                "was replaced after zshard.wrap (by an assignment, or torch.func.functional_call). "
+                "Change values inside zshard.full_params(model, write=True); change modules before "
+                "wrapping."
+            )
+
+    def install(self, param: torch.Tensor) -> None:
+        """Make ``param`` what the module finds under the attribute."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = param  # type: ignore[assignment]
+        else:  # a module that keeps books on assignment, as nn.LSTM does
+            setattr(self.module, self.attribute, param)

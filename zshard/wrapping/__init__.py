@@ -1,0 +1,1 @@
+"""From a plain model to shards: what ``wrap`` is made of."""

@@ -1,0 +1,86 @@
+"""Parameters that share memory with something else, which sharding would part without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import WrapError
+from ..unitmap import UnitSpec
+
+
+class _Held(NamedTuple):
+    """A tensor that the model holds, and the bytes between its first and its last element."""
+
+    begin: int
+    end: int
+    name: str
+    tensor: torch.Tensor
+    sharded: bool
+
+
+def check_apart(model: nn.Module, specs: Sequence[UnitSpec]) -> None:
+    """Check that no parameter to be sharded shares elements with another tensor of the model.
+
+    One Parameter in several places is one parameter. Views of one memory that do not overlap are
+    as good as any.
+
+    Raises:
+        WrapError: with the two.
+    """
+    owned = {id(each.param): each.name for spec in specs for each in spec.params}
+    active: list[_Held] = []
+    for held in sorted(_held(model, owned), key=lambda each: (str(each.tensor.device), each.begin)):
+        device = held.tensor.device
+        active = [o for o in active if o.end > held.begin and o.tensor.device == device]
+        for other in active:
+            if (held.sharded or other.sharded) and _overlap(held, other):
+                first, second = (held, other) if held.sharded else (other, held)
+                raise WrapError(
+                    f"{first.name} shares memory with {second.name}, and sharding would part "
+                    "them: only one of the two would be trained. To tie two parameters, assign the "
+                    "Parameter itself; else give one of them a copy (clone)."
+                )
+        active.append(held)
+
+
+def _held(model: nn.Module, owned: dict[int, str]) -> Iterator[_Held]:
+    """Every tensor of the modules once: parameters, buffers, and plain attributes."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        named = {**module.__dict__, **module._buffers, **module._parameters}
+        for name, tensor in named.items():
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if name in module.__dict__ and _made_by_hook(module, name):
+                continue
+            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0:
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                last = sum((size - 1) * stride for size, stride in steps)
+                begin = tensor.data_ptr()
+                end = begin + (last + 1) * tensor.itemsize
+                label = owned.get(id(tensor), f"{path}.{name}" if path else name)
+                yield _Held(begin, end, label, tensor, id(tensor) in owned)
+
+
+def _made_by_hook(module: nn.Module, name: str) -> bool:
+    """Whether the attribute is what torch.nn.utils' weight_norm or spectral_norm makes anew."""
+    hooks = module._forward_pre_hooks.values()
+    return any(name in (getattr(h, "name", ""), getattr(h, "_tensor_name", "")) for h in hooks)
+
+
+def _overlap(a: _Held, b: _Held) -> bool:
+    """Whether two tensors, whose bytes lie between each other, have an element in common."""
+    if a.tensor.is_contiguous() and b.tensor.is_contiguous():
+        return True
+    origin = min(a.begin, b.begin)
+    places = []
+    for each in (a, b):
+        index = torch.arange((each.end - each.begin) // each.tensor.itemsize, device="cpu")
+        index = index.as_strided(each.tensor.shape, each.tensor.stride()).reshape(-1)
+        places.append(index * each.tensor.itemsize + (each.begin - origin))
+    return bool(torch.isin(*places).any())

@@ -1,0 +1,211 @@
+"""From whole parameters to shards, unit by unit, on all ranks or on none.
+
+A unit is sharded on this rank, and then the ranks tell each other whether all of them could. Until
+then its whole parameters are kept. Where one could not, all put them back, and gather those of the
+units before; the model is as it was. Where all that lacks is memory to share, and "auto" was asked
+for, they leave what they share instead, and go on through the process group. Only a rank that
+cannot be reached any more leaves the others with a model that is half wrapped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from ..comm import Comm
+from ..errors import CommError
+from ..precision import Precision
+from ..step.reduction import scratch_sizes
+from ..strategy import Strategy
+from ..tag import Tag
+from ..transports.refusal import Refusal, attempt, raise_together
+from ..transports.shared import NoSharedMemory
+from ..transports.transport import say_fallback
+from ..unitmap import Owned, UnitSpec, flat_groups, owned_parameters
+from ..units.flat import Flat, lend
+from ..units.place import Place
+from ..units.pool import Pool
+from .materialize import swap_contents
+
+
+class _Part(NamedTuple):
+    """A parameter that is sharded."""
+
+    owned: Owned
+    whole: nn.Parameter  # its former contents; without values once all ranks have sharded the unit
+
+
+class _Made(NamedTuple):
+    """What a unit's parameters have become."""
+
+    flats: list[Flat]
+    parts: list[list[_Part]]  # of each flat
+
+
+class Sharder:
+    """Shards the units of ``model``; a context that an error leaves with the model as it was.
+
+    Args:
+        meta: its tensors that have no values yet, by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        comm: Comm,
+        device: torch.device,
+        meta: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._model, self._precision, self._comm, self._device = model, precision, comm, device
+        self._meta = {id(tensor): (name, tensor) for name, tensor in meta.items()}
+        self._done: list[_Made] = []
+        self._to_move: list[Flat] = []  # from memory that the ranks no longer share
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        # After a CommError the other ranks do not come to undo anything.
+        if isinstance(error, Exception) and not isinstance(error, CommError):
+            self._undo()
+
+    def shard(self, spec: UnitSpec, strategy: Strategy) -> tuple[list[Flat], list[Place]]:
+        """Make a unit's flat buffers, and put sharded parameters in place of the whole ones.
+
+        Raises:
+            Error: on every rank, if one of them cannot; the unit's parameters are as before.
+        """
+        tag = Tag(None, "wrap", spec.name or "root")
+        made = _Made([], [])
+        while True:
+            failure, told = attempt(partial(self._make, spec, strategy, made), self._comm, tag)
+            if not told:
+                break
+            _put_back(made)
+            self._raise_or_fall_back(failure, told)
+        self._done.append(made)
+        places: list[Place] = []
+        for number, (flat, parts) in enumerate(zip(made.flats, made.parts, strict=True)):
+            for segment, (owned, whole) in enumerate(parts):
+                flat.params[segment] = owned.param  # type: ignore[call-overload]
+                places += [Place(m, attribute, number, segment) for m, attribute in owned.places]
+                if not whole.is_meta:
+                    whole.data = whole.data.new_empty(0)
+        return made.flats, places
+
+    def _make(self, spec: UnitSpec, strategy: Strategy, made: _Made) -> None:
+        self._move()
+        groups = flat_groups(spec, self._precision)
+        # What the ranks make together comes before anything that one of them alone may fail in.
+        lent = [
+            lend([owned.param for owned in group], dtypes, strategy, self._comm)
+            for dtypes, group in groups
+        ]
+        for (dtypes, group), memory in zip(groups, lent, strict=True):
+            params = [owned.param for owned in group]
+            names = [owned.names for owned in group]
+            flat = Flat(names, params, dtypes, strategy, self._comm, self._device, memory)
+            made.flats.append(flat)
+            made.parts.append([])
+            for sharded, owned in zip(flat.params, group, strict=True):
+                # See [Note: one object, two faces].
+                swap_contents(owned.name, owned.param, sharded, owned.holders)
+                made.parts[-1].append(_Part(owned, cast(nn.Parameter, sharded)))
+
+    def reserve(self, pool: Pool) -> None:
+        """Make the reduce buffers, where that takes all ranks; after the last unit.
+
+        Raises:
+            Error: on every rank, if one of them cannot.
+        """
+        while self._comm.shards.in_memory:
+            flats = [flat for made in self._done for flat in made.flats if flat.requires_grad]
+            pool.reserve_scratch(scratch_sizes(flats, self._comm))
+            failure, told = attempt(pool.make_scratch, self._comm, Tag(None, "wrap"))
+            if not told:
+                return
+            pool.drop_scratch()
+            self._raise_or_fall_back(failure, told)
+        self._move()
+
+    def _undo(self) -> None:
+        """Make the model as it was. All ranks come here together, if any unit is sharded.
+
+        Raises:
+            CommError: if a rank does not; the model is half wrapped then.
+        """
+        self._comm.leave_memory()
+        for made in reversed(self._done):
+            for flat, parts in zip(made.flats, made.parts, strict=True):
+                if not all(id(owned.param) in self._meta for owned, _ in parts):
+                    self._fill(flat, parts)
+            made.parts[:] = [
+                [part for part in parts if self._has_former(part)] for parts in made.parts
+            ]
+            _put_back(made)
+        holders = {id(owned.param): owned.holders for owned in owned_parameters(self._model, ())}
+        for name, tensor in self._meta.values():
+            if not tensor.is_meta:
+                swap_contents(name, tensor, _on_meta(tensor), holders.get(id(tensor), ()))
+
+    def _has_former(self, part: _Part) -> bool:
+        """Whether the former contents are what there was before wrap: no values, or the whole."""
+        return part.whole.is_meta or id(part.owned.param) not in self._meta
+
+    def _fill(self, flat: Flat, parts: Sequence[_Part]) -> None:
+        """Give the former contents of a flat buffer's parameters their values again."""
+        whole = flat.master.read()
+        if flat.needs_gather:
+            shard = whole.view(torch.uint8)
+            whole = torch.empty(flat.layout.numel, dtype=whole.dtype, device=self._device)
+            tag = Tag(None, "wrap", about=flat.names[0])
+            self._comm.all_gather(whole.view(torch.uint8), shard, tag).wait()
+        for segment, (owned, former) in zip(flat.layout.segments, parts, strict=True):
+            if id(owned.param) not in self._meta:
+                value = segment.view_of(whole).to(former.dtype)
+                former.data = value.clone(memory_format=torch.preserve_format)
+
+    def _raise_or_fall_back(
+        self, failure: Exception | None, told: Sequence[Refusal | None]
+    ) -> None:
+        """Raise what the ranks have told; or leave shared memory, where that is the remedy."""
+        refusals = [refusal for refusal in told if refusal is not None]
+        if isinstance(failure, NoSharedMemory):
+            failure.__traceback__ = None  # whose functions hold memory
+        if not (self._comm.may_fall_back and all(refusal.lack for refusal in refusals)):
+            raise_together(failure, told)
+        if self._comm.place == 0:
+            say_fallback(refusals[0].text, logging.WARNING)
+        self._comm.leave_memory()
+        self._to_move = [flat for made in self._done for flat in made.flats]
+
+    def _move(self) -> None:
+        while self._to_move:
+            self._to_move[-1].move()
+            self._to_move.pop()
+
+
+def _put_back(made: _Made) -> None:
+    """Put the former contents of a unit's parameters in place of the sharded ones."""
+    for parts in made.parts:
+        for owned, whole in parts:
+            swap_contents(owned.name, owned.param, whole, owned.holders)
+    for flat in made.flats:
+        flat.let_go()
+    made.flats.clear()
+    made.parts.clear()
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without values, or Parameter, like ``tensor``."""
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    is_param = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(bare, tensor.requires_grad) if is_param else bare
