@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zshard
 import zshard.comm
 import zshard.transports.transport
-from zshard.structure import tensors_in
+from zshard.containers import tensors_in
 
 # --- what comes in -------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from training import STEPS, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
-from zshard.structure import cast_floating
+from zshard.containers import cast_floating
 
 CASES = ["blocks", "odd_parameters", "channels_last", "tied_in_one_unit", "unused", "gpt"]
 

@@ -1,14 +1,8 @@
-"""The structure of a model, and tensors inside the structures that modules take and return."""
+"""The structure of a model: which modules it consisted of when it was wrapped."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-
-import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import WrapError
 
@@ -36,79 +30,3 @@ class Structure:
                     "than when it was wrapped; those would not be trained together. Change the "
                     "model before zshard.wrap."
                 )
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: object) -> object:
-    """``value`` with ``function`` applied to every tensor in its containers and dataclasses.
-
-    A container in which that changes nothing stays itself, so that a module may write to it.
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    children, spec = tree_flatten(value, is_leaf=lambda item: item is not value)
-    if not (len(children) == 1 and children[0] is value):
-        mapped = [map_tensors(function, child) for child in children]
-        same = all(after is before for after, before in zip(mapped, children, strict=True))
-        return value if same else tree_unflatten(mapped, spec)
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
-    fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-    before = {name: getattr(value, name) for name in fields}
-    after = {name: map_tensors(function, held) for name, held in before.items()}
-    if all(after[name] is held for name, held in before.items()):
-        return value
-    copied = copy.copy(value)
-    for name, held in after.items():
-        object.__setattr__(copied, name, held)  # a frozen dataclass refuses setattr
-    return copied
-
-
-def cast_floating(value: object, dtype: torch.dtype) -> object:
-    """``value`` with every floating-point tensor in its containers as ``dtype``."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``, in order: in containers, dataclasses, and attributes of objects.
-
-    Inputs may lead to anything, a vocabulary say: after ``_MOST`` other things it is enough.
-    """
-    seen: set[int] = set()
-    inside, left = [iter((value,))], _MOST
-    while inside and left > 0:
-        for item in inside[-1]:
-            if isinstance(item, torch.Tensor):
-                yield item
-                continue
-            left -= 1
-            if left == 0:
-                break
-            if type(item) in _PLAIN or isinstance(item, (torch.nn.Module, type)):
-                continue
-            if id(item) not in seen:
-                seen.add(id(item))
-                inside.append(iter(_items_of(item)))
-                break
-        else:
-            inside.pop()
-
-
-_MOST = 10_000
-_PLAIN = (type(None), str, int, float, bool, bytes)
-
-
-def _items_of(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (list, tuple, set)):
-        return value
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return [*getattr(value, "__dict__", {}).values(), *_slots_of(value)]
-
-
-def _slots_of(value: object) -> list[object]:
-    """What an object has in ``__slots__``."""
-    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    return [getattr(value, name, None) for name in names]

@@ -18,10 +18,10 @@ from functools import partial
 import torch
 
 from .comm import Comm
+from .containers import map_tensors, tensors_in
 from .errors import ShardedAccessError, StateError
 from .layout import aligned
 from .strategy import Strategy
-from .structure import map_tensors, tensors_in
 from .tag import Tag
 from .transports.handle import Handle
 from .unitmap import UnitSpec

@@ -153,8 +153,10 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
 
     The slices are in memory order and may be empty. Call ``mark_updated`` after writing any. Take
     them anew before writing in a later step: others may read them after a forward or backward.
+    On every rank: behind a forward without a backward the ranks meet here.
 
     Raises:
+        MismatchError: on every rank, if others have begun something else there.
         StateError: if the master is split, and so has no such slices; if they hold no valid values.
         WrapError: if the model is not wrapped.
     """

@@ -104,7 +104,7 @@ class File:
                 self.close()
 
 
-def write_whole(path: str, data: bytes) -> None:
+def write_synced(path: str, data: bytes) -> None:
     """Make a new file of ``data``, and have it survive a loss of power."""
     with File.create(path) as file:
         file.write(data, 0)

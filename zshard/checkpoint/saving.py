@@ -195,7 +195,7 @@ class Job:
             with File.create(os.path.join(self._place, planned.name)) as file:
                 file.write(planned.header, 0)
         for name, text in self._texts.items():
-            files.write_whole(os.path.join(self._place, name), text)
+            files.write_synced(os.path.join(self._place, name), text)
 
     def _write(self) -> list[tuple[int, Chunk]]:
         """Write what this rank saves; the chunks, by number of the task."""
@@ -268,7 +268,7 @@ class Job:
             optimizer=stock.optimizer,
             extra=stock.extra,
         )
-        files.write_whole(os.path.join(self._place, NAME), manifest.encode())
+        files.write_synced(os.path.join(self._place, NAME), manifest.encode())
         files.sync_folder(self._place)
         catalogue.commit(self._place, self.target)
         if stock.keep is not None:

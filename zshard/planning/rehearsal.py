@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..containers import cast_floating, tensors_in
 from ..errors import InputError
 from ..precision import Precision
-from ..structure import cast_floating, tensors_in
 from ..unitmap import UnitSpec, flat_groups
 from .untouched import untouched
 from .work import Work, call_of

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
+from ..containers import cast_floating
 from ..errors import CommError, MismatchError
 from ..hooks import ModuleHook
 from ..phase import Phase, calls_under_way, inside_backward
-from ..structure import cast_floating
 from ..unit import State, Unit
 from .meeting import Ask
 

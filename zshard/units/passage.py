@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..structure import tensors_in
+from ..containers import tensors_in
 from .storage import storage_of
 
 
