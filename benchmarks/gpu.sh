@@ -16,14 +16,14 @@
 # the script, not to measure.
 #
 # PYTHON: the interpreter that has torch and pytest (python3). ONLY: an extended regular expression;
-# stages whose names it does not match are left out.
+# stages whose names it does not match are left out. TIME_LIMIT: seconds for the call (570).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
 results=${1:-benchmarks/results}
 device=${2:-cuda}
 python=${PYTHON:-python3}
-time_limit=570 # seconds for everything; what does not fit any more is reported as not run
+time_limit=${TIME_LIMIT:-570} # what does not fit any more is reported as not run
 
 case $device in
 cuda) nccl=nccl ;;
