@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from ranks import run_ranks
-from steps import batch
+from steps import batch, build
 from test_joint_backward import wrong_gradients
 from torch import Tensor, nn
 
@@ -181,6 +181,32 @@ def test_after_exceptions_in_models_inside_each_other_the_loops_are_in_step(seed
     for also, theirs in others:
         assert also == made
         assert all(map(torch.equal, theirs, ours))
+
+
+def beside_one_that_was_refused(rank: int, world_size: int, comm: str) -> list[str]:
+    """What comes of steps of a model, one of which raises, after another's forward was refused."""
+    refused = build(comm=comm)
+    optimizer = zshard.AdamW(refused.parameters(), lr=0.1 * (1 + rank))
+    refused(batch(rank, 0)).sum().backward()
+    optimizer.step()
+    with pytest.raises(zshard.MismatchError, match="settings"):
+        refused(batch(rank, 0))
+    model, came = build(comm=comm), []
+    for step in range(4):
+        columns = 2 if (rank, step) == (1, 0) else 3
+        try:
+            model(batch(rank, step)[:, :columns]).sum().backward()
+            came.append("done")
+        except RuntimeError as error:
+            came.append(type(error).__name__)
+    return came
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_forward_that_was_refused_has_no_other_models_inside(comm: str) -> None:
+    first, second = run_ranks(beside_one_that_was_refused, 2, comm)
+    assert first == ["MismatchError", "done", "done", "done"]
+    assert second == ["RuntimeError", "done", "done", "done"]
 
 
 def test_a_model_whose_forward_has_raised_is_not_kept() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import models
 import pytest
 import torch
@@ -182,25 +184,33 @@ def test_gradients_can_be_changed_replaced_and_dropped_by_hand(world_size: int) 
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
 
 
-def optimizer_before_and_after(rank: int, world_size: int, before: bool) -> Record:
-    model = models.build("blocks")
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has its states, of whole parameters, before any step."""
+    return torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+
+
+def optimizer_before_and_after(
+    rank: int, world_size: int, make: Callable[[nn.Module], torch.optim.Optimizer], before: bool
+) -> Record:
+    model = models.build("odd_parameters")
     if before:
-        optimizer = adamw(model)
+        optimizer = make(model)
         model = zshard.wrap(model)
     else:
         model = zshard.wrap(model)
-        optimizer = adamw(model)
-    return train(Wrapped(model), optimizer, models.batches("blocks", STEPS, rank))
+        optimizer = make(model)
+    return train(Wrapped(model), optimizer, models.batches("odd_parameters", STEPS, rank))
 
 
+@pytest.mark.parametrize("make", [adamw, adagrad])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_built_before_wrap_trains_as_one_built_after(world_size: int) -> None:
-    if world_size == 1:
-        pairs = [(optimizer_before_and_after(0, 1, True), optimizer_before_and_after(0, 1, False))]
-    else:
-        sides = [run_ranks(optimizer_before_and_after, world_size, side) for side in (True, False)]
-        pairs = list(zip(*sides, strict=True))
-    for before, after in pairs:
+def test_an_optimizer_built_before_wrap_trains_as_one_built_after(
+    world_size: int, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    sides = [
+        run_ranks(optimizer_before_and_after, world_size, make, before) for before in (True, False)
+    ]
+    for before, after in zip(*sides, strict=True):
         assert_same_bits(before, after)
 
 

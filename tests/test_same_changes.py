@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -236,3 +237,33 @@ def test_gradients_are_not_compared() -> None:
 
 def test_a_tally_counts_from_an_earlier_one() -> None:
     assert Tally(7, 3).since(Tally(5, 2**30 - 1)) == Tally(2, 4)
+
+
+def read_a_gradient(rank: int, world_size: int, held: bool) -> list[str]:
+    """What two reads say, of which rank 0 has dropped the gradient, or never had one to hold."""
+    model = build()
+    with zshard.no_sync(model) if held else nullcontext():
+        one_step(model, rank, 0)
+    if rank == 0:
+        model.zero_grad()
+    said = []
+    for _ in range(2):
+        try:
+            said.append(str(zshard.full_grad(model, "outlet.weight")))
+        except zshard.Error as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("held", "refusal"),
+    [
+        (False, "MismatchError: .*ranks \\[0\\] have dropped"),
+        (True, "StateError: .* on ranks \\[1\\]"),
+    ],
+)
+def test_a_gradient_that_some_ranks_have_dropped_is_refused_on_all(
+    held: bool, refusal: str
+) -> None:
+    for said in run_ranks(read_a_gradient, 2, held):
+        assert all(re.match(refusal, each) for each in said)

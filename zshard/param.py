@@ -289,7 +289,22 @@ class LostGrad(Sharded):
         )
 
 
+_OWN = ("_local", "flat", "segment", "_is_param")
+
+
 def user_attributes(param: torch.Tensor) -> dict[str, object]:
     """What user code has set on a parameter."""
-    own = ("_local", "flat", "segment", "_is_param")
-    return {name: value for name, value in param.__dict__.items() if name not in own}
+    return {name: value for name, value in param.__dict__.items() if name not in _OWN}
+
+
+def share_attributes(of: torch.Tensor, to: torch.Tensor) -> None:
+    """Have ``to`` bear what user code has set on ``of``, and nothing else.
+
+    One of them is a ``Sharded``, the other a plain tensor; both are the same parameter.
+    """
+    if len(of.__dict__) + len(to.__dict__) == len(_OWN):
+        return  # as most have none
+    given = user_attributes(of)
+    for name in user_attributes(to).keys() - given:
+        del to.__dict__[name]
+    to.__dict__.update(given)

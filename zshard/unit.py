@@ -186,7 +186,7 @@ class Unit:
         """Put the sharded parameters back; between forward and backward, memory may stay."""
         self.passage.forget()
         if self._installed:
-            self.hold([flat.params for flat in self.flats])
+            self.hold([flat.full.given_back() for flat in self.flats])
             self._installed = False
 
     def hold(self, params: Sequence[Sequence[torch.Tensor]]) -> None:

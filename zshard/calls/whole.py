@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..digest import digest
-from ..errors import InputError, StateError
+from ..errors import InputError, MismatchError, StateError
 from ..optimizers.stand_ins import put_in, take_out
 from ..param import Sharded, user_attributes
 from ..schedule import Schedule
@@ -20,6 +20,7 @@ from ..sharded.slices import own_slice
 from ..tag import Tag
 from ..unit import State
 from ..units.flat import Flat
+from ..units.gradient import held_back
 from ..wrap import schedule_of
 from ..wrapping import same_model
 
@@ -49,16 +50,29 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
 
     Raises:
         InputError: if the model has no such parameter, or it is whole (``ignored``).
-        MismatchError: on every rank, if they do not all call it, or have made other updates.
-        StateError: inside a forward or backward; for a gradient that ``no_sync`` holds back.
+        MismatchError: on every rank, if they do not all call it, have made other updates, or some
+            have dropped the gradient.
+        StateError: inside a forward or backward; for a gradient that ``no_sync`` holds back on any
+            rank.
         WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
-    if flat.params[index].grad is None:
-        return None
+    there = flat.params[index].grad is not None
+    call = f"full_grad({name!r})"
+    schedule.begin_call(call)
+    tag = Tag(schedule.crew.step, "full_grad", "root")
+    words = schedule.comm.all_gather_words([there, flat.grads.is_held_back(index)], tag)
+    if held := [rank for rank, (_, held) in enumerate(words) if held]:
+        raise StateError(held_back(name, held))
+    if missing := [rank for rank, (there, _) in enumerate(words) if not there]:
+        if len(missing) == len(words):
+            return None
+        raise MismatchError(
+            f"{call}: ranks {missing} have dropped the gradient (zero_grad, .grad = None), while "
+            "the others still have it. Drop it on every rank"
+        )
     flat.grads.before_access(index)
-    schedule.begin_call(f"full_grad({name!r})")
     return _whole(flat, index, gathered(flat, flat.grads.owned(), schedule))
 
 

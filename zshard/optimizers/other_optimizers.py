@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import OptimizerError
 from ..param import Sharded
+from ..sharded.slices import own_slice
 from ..step.updates import note_step
 from .batches import has_grad
 from .fused import FusedOptimizer
@@ -53,23 +54,30 @@ def _before_step(
         for param in sharded:
             if not has_closure:
                 has_grad(param)  # which refuses one that no_sync holds back
-            _refuse_other_states(param, optimizer.state.get(param, {}))
+            _check_states(param, optimizer.state.get(param, {}))
         if sharded:
             numbers = {k: _number(group[k]) for k in sorted(group.keys() - _HOW)}
             settings.append({k: value for k, value in numbers.items() if value is not None})
     note_step(type(optimizer).__name__, optimizer.param_groups, settings)
 
 
-def _refuse_other_states(param: Sharded, states: Mapping[str, object]) -> None:
-    for name, value in states.items():
+def _check_states(param: Sharded, states: dict[str, object]) -> None:
+    """Refuse what is not of this parameter's shard; what no step has changed yet is cut to it."""
+    for name, value in list(states.items()):
         if isinstance(value, Sharded) and not value.lines_up_with(param):
             raise OptimizerError(
                 f"the optimizer's state {name!r} of {param.fqn} is cut for another model, unit map "
                 "or number of ranks. Take it over by zshard.save and zshard.load, or "
                 "torch.distributed.checkpoint."
             )
-        whole = isinstance(value, torch.Tensor) and not isinstance(value, Sharded)
-        if whole and value.ndim > 0 and value.shape == param.shape:  # type: ignore[attr-defined]
+        if not isinstance(value, torch.Tensor) or isinstance(value, Sharded):
+            continue
+        if value.shape != param.shape or name == "step":
+            continue
+        if _number(states.get("step")) == 0:  # made before wrap, as Adagrad does at once
+            dtype = param.flat.dtypes.master
+            states[name] = param.like(own_slice(param, value).to(dtype, copy=True))
+        elif value.ndim > 0:
             raise OptimizerError(
                 f"the optimizer's state {name!r} of {param.fqn} is of the whole parameter: it had "
                 "taken steps before zshard.wrap, a plain state_dict was loaded, or it makes such "

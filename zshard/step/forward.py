@@ -99,10 +99,15 @@ class ForwardHooks:
             tally=schedule.updates.tally(),
             buffers=schedule.buffers.ask(),
         )
-        schedule.updates.check([message.tally for message in messages])
+        try:
+            schedule.updates.check([message.tally for message in messages])
+            if any(message.buffers for message in messages):
+                schedule.buffers.broadcast(self._crew.step)
+        except MismatchError:  # on every rank: there is no forward that another model's may cut
+            self._agreement.forgo_learning()
+            self._agreement.abandon()
+            raise
         self._backward.forwards.begin()
-        if any(message.buffers for message in messages):
-            schedule.buffers.broadcast(self._crew.step)
         kind = schedule.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             # A cast that it keeps belongs to a graph of an earlier forward of that context.

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from ..hooks import ParamHooks
 from ..layout import Segment
-from ..param import Sharded, user_attributes
+from ..param import Sharded, share_attributes
 from .leaf import as_autograd_sees, set_alive
 
 
@@ -73,7 +73,6 @@ class FullBuffer:
         self._leaf_grad_arrived = leaf_grad_arrived
         for index, segment in enumerate(self._segments):
             leaf = Parameter(segment.view_of(self.base), requires_grad=self._trained[index])
-            leaf.__dict__.update(user_attributes(self._params[index]))
             self.leaves.append(leaf)
             self._watch(index)
 
@@ -97,12 +96,19 @@ class FullBuffer:
         leaf.register_post_accumulate_grad_hook(leaf_grad_arrived)  # type: ignore[no-untyped-call]
 
     def leaf(self, index: int) -> Parameter:
-        """What the modules hold of parameter ``index`` while it is whole."""
+        """What the modules hold of parameter ``index`` while it is whole, and its attributes."""
         leaf, trained = self.leaves[index], self._trained[index]
+        share_attributes(self._params[index], leaf)
         if leaf.requires_grad != trained:  # frozen or not while a module held it
             leaf.requires_grad_(trained)
             self._accumulators = None
         return leaf
+
+    def given_back(self) -> Sequence[Sharded]:
+        """The sharded parameters, for the modules, with the attributes that the leaves got."""
+        for param, leaf in zip(self._params, self.leaves, strict=False):  # no leaves yet: nothing
+            share_attributes(leaf, param)
+        return self._params
 
     def set_trained(self, index: int, value: bool) -> None:
         """Freeze or unfreeze leaf ``index``, if there is one."""

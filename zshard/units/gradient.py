@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,11 +140,7 @@ class Gradients:
                 to be divided by a loss scale.
         """
         if self.is_held_back(index):
-            raise StateError(
-                f"{self._flat.names[index]}: its gradient is held back by zshard.no_sync and not "
-                "reduced yet. Run the last backward of the step outside no_sync, or drop it with "
-                "zero_grad(set_to_none=True)."
-            )
+            raise StateError(held_back(self._flat.names[index]))
         self._apply_scale(index)
 
     def before_look(self, index: int) -> torch.Tensor | None:
@@ -310,6 +306,15 @@ class Gradients:
                 filled = end
         grad[filled:].zero_()
         return True
+
+
+def held_back(name: str, ranks: Sequence[int] = ()) -> str:
+    """What to say of a gradient that is to be read; ``ranks``: which have it, if not this one."""
+    where = f" on ranks {[*ranks]}" if ranks else ""
+    return (
+        f"{name}: its gradient is held back by zshard.no_sync{where} and not reduced yet. Run the "
+        "last backward of the step outside no_sync, or drop it with zero_grad(set_to_none=True)."
+    )
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""What a script sets on a parameter, it finds there: on the model, and inside of a forward."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+
+SEEN = ("before", "gone", "after", "count")
+
+
+class Counting(nn.Module):
+    """A layer that counts on its weight how often it was called, and notes what it sees there."""
+
+    def __init__(self, seen: list[dict[str, object]]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(models.WIDTH, models.WIDTH)
+        self.layer.register_forward_hook(self._look)
+        self._seen = seen
+
+    def _look(self, layer: nn.Module, *_: object) -> None:
+        weight = layer.weight
+        weight.count = getattr(weight, "count", 0) + 1
+        self._seen.append({name: getattr(weight, name, None) for name in SEEN})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def play(rank: int, world_size: int, strategy: str | None) -> list[dict[str, object]]:
+    """What two forwards and backwards saw, and what is there at the end; None: a plain model."""
+    seen: list[dict[str, object]] = []
+    model = nn.ModuleDict({"blocks": nn.ModuleList(Counting(seen) for _ in range(2))})
+    weight = model["blocks"][0].layer.weight
+    weight.before, weight.gone = "set", "soon"
+    if strategy is not None:
+        model = zshard.wrap(model, strategy=strategy, units=[f"blocks.{i}" for i in range(2)])
+    weight.after = 1
+    for _ in range(2):
+        x = torch.ones(2, models.WIDTH)
+        for block in model["blocks"]:
+            x = block(x)
+        x.sum().backward()
+        weight.after, weight.before = 2, "changed"
+        if hasattr(weight, "gone"):
+            del weight.gone
+    return [*seen, {name: getattr(weight, name, None) for name in SEEN}]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_attributes_are_those_of_the_plain_model_in_forwards_too(
+    strategy: str, world_size: int
+) -> None:
+    expected = play(0, 1, None)
+    assert expected[-1] == {"before": "changed", "gone": None, "after": 2, "count": 2}
+    for seen in run_ranks(play, world_size, strategy):
+        assert seen == expected
