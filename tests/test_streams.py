@@ -200,7 +200,7 @@ def careless(rank: int, world_size: int, lost: str) -> list[str]:
     """Train where a function of zshard.streams does nothing."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if lost == "compute_waits":
-            for module in ("handle", "flight"):
+            for module in ("transports.handle", "step.flight"):
                 monkeypatch.setattr(f"zshard.{module}.compute_waits", lambda mark: None)
         else:
             on = lambda lane: torch.cuda.stream(lane.stream)  # noqa: E731
