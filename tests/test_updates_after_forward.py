@@ -27,7 +27,7 @@ class Late(models.Block):
         return super().forward(x)
 
 
-def by_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def by_slices(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
@@ -91,7 +91,7 @@ def change_alone(rank: int, world_size: int) -> str:
     evaluate(model, rank, (0,))
     try:
         if rank == 0:
-            by_slices(model, zshard.SGD(model.parameters(), lr=0.1))
+            by_slices(model)
         evaluate(model, rank, (0,))
     except zshard.MismatchError as error:
         return str(error)
@@ -101,3 +101,70 @@ def change_alone(rank: int, world_size: int) -> str:
 def test_a_change_behind_a_forward_on_one_rank_alone_is_refused_on_all() -> None:
     for said in run_ranks(change_alone, 2):
         assert "rank 0: a change of parameters" in said and "rank 1: " in said
+
+
+def meetings_of_changes(rank: int, world_size: int, strategy: str) -> list[int]:
+    """How often the ranks meet for a change behind a backward, and behind an evaluation."""
+    model = zshard.wrap(models.build("blocks"), strategy=strategy)
+    counts = []
+    for step in range(3):
+        for trains in (True, False):
+            if trains:
+                models.loss_of(model, batch(rank, step)).backward()
+            else:
+                evaluate(model, rank, (0, 1, 2))
+            before = zshard.stats(model).calls["agree"]
+            by_slices(model)
+            by_slices(model)
+            counts.append(zshard.stats(model).calls["agree"] - before)
+    return counts[2:]  # the first of each kind has no program
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_only_a_change_behind_an_evaluation_takes_a_meeting_and_only_one(strategy: str) -> None:
+    assert run_ranks(meetings_of_changes, 2, strategy) == [[0, 1, 0, 1]] * 2
+
+
+def renew_and_change(rank: int, world_size: int) -> int:
+    """Meetings of a change that comes right behind an optimizer's step, which has had its own."""
+    model = zshard.wrap(models.build("blocks"), strategy="zero2")
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        models.loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        before = zshard.stats(model).calls["agree"]
+        by_slices(model)
+        taken = zshard.stats(model).calls["agree"] - before
+    return taken
+
+
+def test_a_change_behind_a_step_takes_no_meeting() -> None:
+    assert run_ranks(renew_and_change, 2) == [0, 0]
+
+
+def change_after_an_exception(rank: int, world_size: int, comm: str) -> bool:
+    """Whether ranks, of which one has left a forward, make a change and go on alike."""
+    model, plain = zshard.wrap(models.build("blocks"), comm=comm), models.build("blocks")
+    order = (0, 1, 2)
+    for _ in range(2):
+        evaluate(model, rank, order)
+
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    hook = model.blocks[1].up.register_forward_hook(fail)
+    if rank == 0:
+        hook.remove()
+        evaluate(model, rank, order)
+    else:
+        with pytest.raises(ValueError, match="user code"):
+            evaluate(model, rank, order)
+        hook.remove()
+    for each in (model, plain):
+        by_slices(each)
+    return torch.equal(evaluate(model, rank, order), evaluate(plain, rank, order))
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_rank_that_has_left_the_forward_by_an_exception_makes_the_change_too(comm: str) -> None:
+    assert run_ranks(change_after_an_exception, 2, comm) == [True, True]

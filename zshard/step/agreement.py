@@ -189,7 +189,7 @@ class Agreement:
         """An exception leaves the phase; see [Note: after an exception] in backward.py."""
         self._run.aborted = True
         if self._run.key[:1] in ((Ask.FORWARD,), (Ask.GO_ON,)):
-            self._meetings.left = self._meetings.open = True
+            self._meetings.left = True
 
     def abandon(self) -> None:
         """Forget what is left of a phase that was aborted."""
