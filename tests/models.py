@@ -6,6 +6,7 @@ unit needs padding. Every rank builds the same values and draws its own batches.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,6 +62,18 @@ class Blocks(nn.Module):
         for index in self.order:
             x = self.blocks[index](x)
         return self.outlet(x)
+
+
+class Routed(Blocks):
+    """Blocks in an order that each batch draws for itself, and so each rank and step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draw(x)
+        return super().forward(x)
+
+    def draw(self, x: Tensor) -> None:
+        rng = random.Random(float(x.detach().double().sum()))
+        self.order = tuple(rng.choices(range(3), k=rng.randrange(5)))
 
 
 class OddParameters(Blocks):

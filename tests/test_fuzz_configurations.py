@@ -25,15 +25,6 @@ ACTIONS = 14
 STRATEGIES = ("zero3", "zero2", "zero1", "ddp")
 
 
-class Routed(models.Blocks):
-    """Blocks in an order that each batch draws for itself, and so each rank and step."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rng = random.Random(float(x.detach().double().sum()))
-        self.order = tuple(rng.choices(range(3), k=rng.randrange(5)))
-        return super().forward(x)
-
-
 class ThreeDtypes(models.Block):
     """A block with parameters of other dtypes than its input's."""
 
@@ -47,7 +38,7 @@ class ThreeDtypes(models.Block):
 
 
 OWN: dict[str, Callable[[], nn.Module]] = {
-    "routed": Routed,
+    "routed": models.Routed,
     "three_dtypes": lambda: models.Blocks(block=ThreeDtypes),
 }
 

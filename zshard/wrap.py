@@ -291,9 +291,7 @@ def _device_of(model: object) -> torch.device | None:
     """Where the parameters are, of a model that may make no sense otherwise."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
     there = [param.device for param in params if not param.is_meta]
-    on_gpus = [
-        device for device in there if device.type != "cpu"
-    ]  # what is ignored may be elsewhere
+    on_gpus = [device for device in there if device.type != "cpu"]  # the ignored may be elsewhere
     return next(iter(on_gpus or there), None)
 
 

@@ -1,0 +1,222 @@
+"""Steps that an exception ends leave nothing behind: the others have the bits of a run without it.
+
+Each seed draws two models over one process group, how each is sharded, and actions, some of which
+raise on some ranks: in a forward, between forward and backward, in a backward, inside no_sync, in
+an evaluation. Where a script has to call zshard.reset, as the README says, this one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+
+ACTIONS = 16
+STRATEGIES = ("zero3", "zero3", "zero2", "zero1", "ddp")
+KINDS = ("step", "step", "accumulate", "joint", "evaluate", "read")
+PLACES = {  # where an action may raise
+    "step": ("forward", "loss", "backward"),
+    "accumulate": ("backward", "no_sync"),
+    "evaluate": ("forward",),
+}
+
+
+class Injected(Exception):
+    """What the script's own code raises."""
+
+
+class Bomb(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Injected
+
+
+class Faulty(models.Routed):
+    """Blocks in an order of each batch's own, before the `at`-th of which an exception may come."""
+
+    place, at = "", 0
+    recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draw(x)
+        x = self.inlet(x)
+        for turn, index in enumerate([*self.order, None]):
+            if turn == min(self.at, len(self.order)):
+                if self.place == "forward":
+                    raise Injected
+                x = Bomb.apply(x) if self.place == "backward" else x
+            if index is not None:
+                block = self.blocks[index]
+                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.outlet(x)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that every rank does."""
+
+    kind: str
+    model: int
+    place: str = ""  # where it raises; "": nowhere
+    at: int = 0  # before which block
+    ranks: tuple[bool, ...] = ()  # on which it raises
+
+
+def draw(rng: random.Random, world_size: int) -> Action:
+    action = Action(rng.choice(KINDS), rng.randrange(2))
+    places = PLACES.get(action.kind)
+    if places is None or rng.random() < 0.5:
+        return action
+    ranks = [rng.random() < 0.4 for _ in range(world_size)]
+    ranks[rng.randrange(world_size)] = True
+    return replace(action, place=rng.choice(places), at=rng.randrange(4), ranks=tuple(ranks))
+
+
+class Player:
+    """Plays actions, and logs what the user sees of those that end well."""
+
+    def __init__(self, rank: int, rng: random.Random) -> None:
+        self._rank = rank
+        torch.manual_seed(0)
+        self._models = [self._build(rng) for _ in range(2)]
+        self._optimizers = [zshard.AdamW(each.parameters(), lr=1e-2) for each in self._models]
+        self.log: list[tuple[str, Tensor]] = []
+
+    def _build(self, rng: random.Random) -> nn.Module:
+        model = Faulty()
+        model.recompute = rng.random() < 0.3
+        units = rng.choice([None, None, "model", "layer"])
+        return zshard.wrap(
+            model,
+            strategy=rng.choice(STRATEGIES),
+            units=None if model.recompute else units,
+            comm=rng.choice(["group", "peer"]),
+            prefetch=rng.choice([0, 1, 2]),
+        )
+
+    def play(self, action: Action, data: list[Tensor]) -> None:
+        """Do it, again where zshard says so; what raises on one rank is an error on every one."""
+        for _ in range(3):
+            self._data = iter(data)
+            try:
+                self.log += getattr(self, f"_{action.kind}")(action)
+            except (Injected, zshard.Error) as error:
+                for each in self._optimizers:
+                    each.zero_grad()
+                if action.place == "loss" and isinstance(error, Injected):
+                    zshard.reset(self._models[action.model])
+                if action.place:
+                    return
+                if not (isinstance(error, zshard.StateError) and "epeat the step" in str(error)):
+                    raise
+            else:
+                assert not action.place or action.kind == "evaluate", (
+                    f"{action}: nothing was raised"
+                )
+                return
+        raise AssertionError(f"{action}: three times in vain")
+
+    @contextlib.contextmanager
+    def _fault(self, action: Action) -> Iterator[nn.Module]:
+        """The action's model, which raises if it is to."""
+        model = self._models[action.model]
+        raises = bool(action.ranks) and action.ranks[self._rank]
+        model.place, model.at = (action.place if raises else ""), action.at
+        try:
+            yield model
+        finally:
+            model.place = ""
+
+    def _loss(self, model: nn.Module) -> Tensor:
+        return models.loss_of(model, next(self._data))
+
+    def _step(self, action: Action) -> list[tuple[str, Tensor]]:
+        with self._fault(action) as model:
+            loss = self._loss(model)
+            if model.place == "loss":
+                raise Injected
+            loss.backward()
+        return [("loss", loss.detach()), *self._update(action.model)]
+
+    def _accumulate(self, action: Action) -> list[tuple[str, Tensor]]:
+        held_back = action.place == "no_sync"
+        model = self._models[action.model]
+        with zshard.no_sync(model):
+            inside = replace(action, place="backward") if held_back else Action("", action.model)
+            with self._fault(inside), contextlib.suppress(Injected):
+                self._loss(model).backward()
+        with self._fault(Action("", action.model) if held_back else action):
+            loss = self._loss(model)
+            loss.backward()
+        return [("loss", loss.detach()), *self._update(action.model)]
+
+    def _joint(self, action: Action) -> list[tuple[str, Tensor]]:
+        order = self._models if action.model else self._models[::-1]
+        loss = self._loss(order[0]) + self._loss(order[1])
+        loss.backward()
+        return [("loss", loss.detach()), *self._update(0), *self._update(1)]
+
+    def _evaluate(self, action: Action) -> list[tuple[str, Tensor]]:
+        with torch.no_grad(), self._fault(action) as model:
+            loss = self._loss(model)
+        return [] if action.place else [("evaluation", loss)]
+
+    def _read(self, action: Action) -> list[tuple[str, Tensor]]:
+        return [("value", zshard.full_param(self._models[action.model], "blocks.1.up.weight"))]
+
+    def _update(self, index: int) -> list[tuple[str, Tensor]]:
+        norm = zshard.clip_grad_norm_(self._models[index], 0.1)
+        self._optimizers[index].step()
+        self._optimizers[index].zero_grad()
+        return [("norm", norm)]
+
+    def finish(self) -> list[tuple[str, Tensor]]:
+        states = [zshard.state_dict(each, all_ranks=True) for each in self._models]
+        return self.log + [
+            (f"{index}: {name}", value.clone())
+            for index, state in enumerate(states)
+            for name, value in state.items()
+        ]
+
+
+def play(
+    rank: int, world_size: int, seed: int
+) -> tuple[list[Action], list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """What was drawn, and the logs with and without the actions that raise."""
+    rng = random.Random(seed)
+    actions = [draw(rng, world_size) for _ in range(ACTIONS)] + [Action("step", 0)]
+    data = models.batches("blocks", 2 * len(actions), rank)
+    logs = []
+    for with_faults in (True, False):
+        player = Player(rank, rng)
+        for number, action in enumerate(actions):
+            if with_faults or not action.place:
+                player.play(action, data[2 * number : 2 * number + 2])
+        logs.append(player.finish())
+    return actions, logs[0], logs[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_that_an_exception_ends_change_no_bit_of_the_others(seed: int) -> None:
+    for actions, actual, expected in run_ranks(play, (2, 3, 2, 4)[seed % 4], seed):
+        assert [what for what, _ in actual] == [what for what, _ in expected], actions
+        for index, ((what, one), (_, other)) in enumerate(zip(actual, expected, strict=True)):
+            same = torch.equal(one, other)
+            assert same, f"{actions}: entry {index}, {what}: {one} and {other}"
