@@ -173,6 +173,50 @@ def test_a_parameter_frozen_on_one_rank_alone_is_refused_by_name_on_every_rank()
         assert "blocks.1.up.weight requires a gradient on ranks [0] alone" in message
 
 
+def frozen_after_an_exception(rank: int, world_size: int, comm: str, good: int) -> list[str]:
+    """Each step of a training loop: a unit is frozen or thawed, whatever came of the step before.
+
+    Args:
+        good: steps before one whose backward raises on rank 0.
+    """
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks(), comm=comm)
+    optimizer = zshard.AdamW(model.parameters())
+
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    ends = []
+    for step in range(4):
+        model.blocks[0].requires_grad_(step <= good)
+        output = model(batch(rank, step))
+        if step == good and rank == 0:
+            output.grad_fn.register_prehook(fail)  # when backward has come into the model
+        try:
+            output.sum().backward()
+            optimizer.step()
+            ends.append("made")
+        except (ValueError, zshard.Error) as error:
+            ends.append(type(error).__name__)
+        optimizer.zero_grad()
+    zshard.full_param(model, "blocks.0.up.weight")
+    return ends
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("good", [0, 2])
+def test_freezing_after_an_exception_leaves_the_others_what_they_reduce(
+    comm: str, good: int
+) -> None:
+    """Rank 0 takes part in what is left of that backward first; without or by a program."""
+    own, other = run_ranks(frozen_after_an_exception, 2, comm, good, timeout=20)
+    expected = ["made"] * 4
+    expected[good] = "ValueError"
+    assert own == expected
+    expected[good] = "StateError"
+    assert other == expected
+
+
 def test_freezing_inside_a_forward_is_refused() -> None:
     model = zshard.wrap(Blocks())
     parameter = model.get_parameter("outlet.weight")

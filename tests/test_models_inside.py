@@ -183,6 +183,35 @@ def test_after_exceptions_in_models_inside_each_other_the_loops_are_in_step(seed
         assert all(map(torch.equal, theirs, ours))
 
 
+def inner_comes_next(rank: int, world_size: int, comm: str) -> tuple[list[str], Tensor]:
+    """Steps of one model, then of another that calls it; rank 0 leaves one of these before that."""
+    inner, outer = (zshard.wrap(model, comm=comm) for model in chain(True, trains=False)[:2])
+    optimizers = {id(model): zshard.SGD(model.parameters(), lr=0.05) for model in (inner, outer)}
+    came = []
+    for step in range(3):
+        for model in (inner, outer):
+            bad = (rank, step) == (0, 1) and model is outer
+            handle = outer.inlet.register_forward_hook(raise_planted) if bad else None
+            try:
+                model(batch(rank, step)).square().mean().backward()
+                optimizers[id(model)].step()
+                came.append("done")
+            except (Planted, zshard.Error) as error:
+                came.append(type(error).__name__)
+            if handle is not None:
+                handle.remove()
+            model.zero_grad()
+    return came, zshard.full_param(inner, "inlet.weight")
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_forward_of_the_next_step_is_not_taken_for_one_inside_the_last(comm: str) -> None:
+    (own, ours), (others, theirs) = run_ranks(inner_comes_next, 2, comm)
+    assert own == ["done", "done", "done", "Planted", "done", "done"]
+    assert others == ["done", "done", "done", "MismatchError", "done", "done"]
+    assert torch.equal(ours, theirs)
+
+
 def beside_one_that_was_refused(rank: int, world_size: int, comm: str) -> list[str]:
     """What comes of steps of a model, one of which raises, after another's forward was refused."""
     refused = build(comm=comm)

@@ -93,6 +93,7 @@ class Agreement:
             checksum=tally.checksum,
             buffers=int(buffers),
             left=int(self._meetings.left),
+            inside=self._meetings.others_under_way(self),
         )
         messages = self._meet(mine, label)
         self._meetings.left = False

@@ -45,6 +45,7 @@ class Message(NamedTuple):
     checksum: int = 0
     buffers: int = 0  # 1: the rank's buffers may have changed
     left: int = 0  # 1: the rank has left a forward by an exception, and begun nothing since
+    inside: int = 0  # how many other models' forwards are under way on the rank
     there: int = 0  # checksum of the numbers of the models that the rank has not deleted
 
     @property
@@ -103,6 +104,10 @@ class Meetings:
         if member in self._forwards:
             self._forwards.remove(member)
 
+    def others_under_way(self, member: Member) -> int:
+        """How many models other than ``member`` are in a forward."""
+        return sum(each is not member for each in self._forwards)
+
     def pause(self, member: Member) -> None:
         """A phase of ``member`` is about to begin, maybe inside of another model's forward."""
         if self._forwards and self._forwards[-1] is not member:
@@ -144,7 +149,7 @@ class Meetings:
                     members[model].serve(mine, messages)
                 if mine in asking:
                     return messages
-            elif len({(message.model, message.ask) for message in messages}) == 1:
+            elif len({(message.model, message.ask, message.inside) for message in messages}) == 1:
                 return messages
             else:
                 forgo_learning(members)
@@ -220,6 +225,9 @@ def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequenc
     """
     if len({message.model for message in messages}) > 1:
         label = f"{label}, of wrapped model {mine.model}"
+    if len({message.inside for message in messages}) > 1:
+        where = "inside" if mine.inside else "outside"
+        label = f"{label}, {where} another model's forward"
     of_a_step = all(message.ask in _OF_A_STEP for message in messages if not message.left)
     if not (mine.left and of_a_step) or all(message.left for message in messages):
         refuse(comm, label)
