@@ -11,9 +11,9 @@
 # Builds the extension for this GPU in the checkout (no network, no build isolation), runs the tests
 # marked cuda, the benchmarks (kernels; steps with NCCL at N = 1, and with the fake process group at
 # N = 8 and 64; bytes that a step moves), and compute-sanitizer on the ops. Writes
-# RESULTS/<gpu>-<date>-*.json and one log. A stage that fails is reported, the later ones still run,
-# and the exit status is 1. With cpu, the same stages run without a GPU as far as they can: to try
-# the script, not to measure.
+# RESULTS/<gpu>-<date>-*.json and one log. A stage that fails is reported, the later ones still run
+# unless it was the build, and the exit status is 1. With cpu, the same stages run without a GPU as
+# far as they can: to try the script, not to measure.
 #
 # PYTHON: the interpreter that has torch and pytest (python3). ONLY: an extended regular expression;
 # stages whose names it does not match are left out. TIME_LIMIT: seconds for the call (570).
@@ -70,7 +70,7 @@ stage() {
         else
             status="FAILED with status $? (124: over its $limit s)"
             if [[ $status == *"status 124 "* && -n ${may_be_cut:-} ]] &&
-                ! grep -qE '^========= (Invalid|Misaligned|Error|Program hit|Race)|FAILED' "$log.stage"; then
+                ! grep -qE '^========= (Invalid|Misaligned|Error: Race|Program hit|Race)|FAILED' "$log.stage"; then
                 status="cut after $limit s, nothing found until then"
             fi
         fi
@@ -93,7 +93,18 @@ if [[ $device == cuda ]]; then
     export ZSHARD_CUDA_ARCHS
 fi
 
-stage build 200 "$python" setup.py build_ext --inplace
+# The extension alone: it needs nothing of pyproject.toml, whose license setuptools takes from 77 on.
+build='
+import runpy, sys
+from setuptools import Distribution
+Distribution.parse_config_files = lambda self, filenames=None, ignore_option_errors=False: None
+sys.argv = ["setup.py", "build_ext", "--inplace"]
+runpy.run_path("setup.py", run_name="__main__")'
+stage build 200 "$python" -c "$build"
+if ((failed)); then
+    printf '%s\n' "" "${summary[@]}" "nothing else can run" | tee -a "$log"
+    exit 1
+fi
 
 if [[ $device == cuda ]]; then
     workers=()
@@ -101,9 +112,7 @@ if [[ $device == cuda ]]; then
     # The files that have such tests: others import packages that this machine may not have.
     mapfile -t cuda_tests < <(grep -lE 'mark\.cuda|import .*\bdevices\b' tests/test_*.py)
     pytest=("$python" -m pytest -m cuda -q -p no:cacheprovider --continue-on-collection-errors)
-    # Ranks that share the GPU spin at their barriers: nothing else may want it meanwhile.
-    stage "cuda tests" 170 "${pytest[@]}" "${cuda_tests[@]}" "${workers[@]}" -k "not ranks_of_one_gpu"
-    stage "cuda tests, ranks of one GPU" 150 "${pytest[@]}" tests/test_symmetric.py -k ranks_of_one_gpu
+    stage "cuda tests" 120 "${pytest[@]}" "${cuda_tests[@]}" "${workers[@]}" -k "not ranks_of_one_gpu"
     quick=()
     models=(100m 350m)
     tokens=1024
@@ -114,28 +123,32 @@ else
     tokens=128
 fi
 
-stage "ops" 200 "$python" benchmarks/bench_ops.py --device "$device" "${quick[@]}" \
+stage "ops" 160 "$python" benchmarks/bench_ops.py --device "$device" "${quick[@]}" \
     --json "$results/$name-ops.json"
-stage "step, $nccl, N = 1" 120 "$python" benchmarks/bench_step.py --device "$device" "${quick[@]}" \
+stage "step, $nccl, N = 1" 90 "$python" benchmarks/bench_step.py --device "$device" "${quick[@]}" \
     --backend "$nccl" --ranks 1 --model "${models[@]}" --tokens $tokens --precision fp32 bf16/bf16 \
     --against fsdp2,ddp --json "$results/$name-step-n1.json"
 for ranks in 8 64; do
-    stage "step, fake, N = $ranks" 90 "$python" benchmarks/bench_step.py --device "$device" \
+    stage "step, fake, N = $ranks" 60 "$python" benchmarks/bench_step.py --device "$device" \
         "${quick[@]}" --backend fake --ranks $ranks --model "${models[@]}" --tokens $tokens \
         --precision bf16/bf16 --json "$results/$name-step-fake$ranks.json"
 done
-stage "bytes, fake, N = 8" 90 "$python" benchmarks/bench_bytes.py --device "$device" \
+stage "bytes, fake, N = 8" 75 "$python" benchmarks/bench_bytes.py --device "$device" \
     --model "${models[0]}" --tokens $tokens --zshard zero3,split --json "$results/$name-bytes.json"
 # Two ranks share the GPU over gloo: right losses across ranks, no figure of speed.
-stage "losses, gloo, N = 2" 90 "$python" benchmarks/bench_step.py --device "$device" \
+stage "losses, gloo, N = 2" 60 "$python" benchmarks/bench_step.py --device "$device" \
     --backend gloo --ranks 2 --model 25m --tokens 128 --precision fp32 bf16 --against ddp \
     --check-only --skip-host
-
 if [[ $device == cuda ]]; then
+    # Ranks that share the GPU spin at their barriers: nothing else may want it meanwhile. Behind
+    # the benchmarks, as it is not known how long that takes.
+    stage "cuda tests, ranks of one GPU" 120 "${pytest[@]}" --maxfail=1 \
+        tests/test_symmetric.py -k ranks_of_one_gpu
     # The kernels whose threads share memory: sums of squares, gradients on their way into AdamW,
     # and the optimizers' prologue.
     # Of our kernels alone: torch's are not ours to judge, nor are its questions to the driver.
-    checked=(--error-exitcode 86 --kernel-regex kns=zshard --report-api-errors no)
+    checked=(--error-exitcode 86 --kernel-regex kns=zshard --report-api-errors no
+        --launch-timeout 0)
     stage "racecheck" 150 compute-sanitizer --tool racecheck "${checked[@]}" \
         "$python" -m pytest tests/test_ops_{reduce,reduce_adamw,optim}.py -m cuda -q \
         -p no:cacheprovider -k "into_a_large_buffer or thousand_small_shards or more_segments"

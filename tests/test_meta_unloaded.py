@@ -306,8 +306,9 @@ def test_ignored_parameters_and_persistent_buffers_get_memory_on_the_device(devi
     expected = WithBuffers().to(device)
     load(model, expected)
     x = torch.ones(4, 3, device=device)
-    assert torch.equal(model(x), expected(x))
-    assert torch.equal(model.norm.running_mean, expected.norm.running_mean)
+    bits = {"rtol": 0, "atol": 0} if device == "cpu" else {}  # as in test_steps_n1.py
+    torch.testing.assert_close(model(x), expected(x), **bits)
+    torch.testing.assert_close(model.norm.running_mean, expected.norm.running_mean, **bits)
 
 
 def test_a_buffer_alone_on_meta_makes_the_model_wait_for_a_load() -> None:

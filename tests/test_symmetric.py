@@ -286,6 +286,8 @@ def on_the_cpu(record: Record) -> Record:
 
 def on_one_gpu(rank: int, world_size: int, precision: str) -> list[Record]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    # A GPU can be added to a multicast object once, and the other ranks would wait for the second.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     return [
         on_the_cpu(trained(rank, "peer", strategy, precision, device="cuda:0")[0])
         for strategy in STRATEGIES
@@ -309,7 +311,7 @@ if torch.cuda.is_available():
         precision: str, world_size: int
     ) -> None:
         # The ranks' kernels take turns, and a barrier's spins until the others have had theirs.
-        found = run_ranks(on_one_gpu, world_size, precision, timeout=150)
+        found = run_ranks(on_one_gpu, world_size, precision, timeout=40)
         for (first, *others), cpu in zip(
             found, run_ranks(in_the_group, world_size, precision), strict=True
         ):
