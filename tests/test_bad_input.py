@@ -310,3 +310,29 @@ def test_torchs_clipping_is_refused_with_ours(foreach: bool) -> None:
     with pytest.raises(zshard.ShardedAccessError, match=r"norm of .*Clip with zshard\.clip_grad_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
     goes_on(model)
+
+
+class OddMemory(nn.Module):
+    """A parameter of one value for all, and ones that are made for inference."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.same = nn.Parameter(torch.randn(1).expand(4))
+        with torch.inference_mode():
+            self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.same
+
+
+def broadcast_into_odd_memory(rank: int, world_size: int) -> dict[str, Tensor]:
+    state = zshard.state_dict(zshard.wrap(OddMemory(rank), init="broadcast"), all_ranks=True)
+    return {name: value.clone() for name, value in state.items()}
+
+
+def test_a_broadcast_takes_parameters_of_any_memory() -> None:
+    expected = {name: value.clone() for name, value in OddMemory(0).state_dict().items()}
+    for found in run_ranks(broadcast_into_odd_memory, 2):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,4 +1,4 @@
-"""Several optimizers on one wrapped model, each with some of its parameters."""
+"""Optimizers with some of a wrapped model's parameters each, and groups that change."""
 
 from __future__ import annotations
 
@@ -198,3 +198,102 @@ def test_sparse_gradients_of_a_plain_model_are_refused() -> None:
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(zshard.OptimizerError, match=r"\(5, 3\) has a gradient of layout.*sparse"):
         optimizer.step()
+
+
+Groups = list[dict[str, object]]
+
+
+def move_to_the_one_before(groups: Groups, params: list[nn.Parameter]) -> None:
+    groups[0]["params"].append(groups[1]["params"].pop(0))
+
+
+def cut_elsewhere(groups: Groups, params: list[nn.Parameter]) -> None:
+    first, second = groups
+    groups[:] = [{**first, "params": params[:4]}, {**second, "params": params[4:]}]
+
+
+def split_one(groups: Groups, params: list[nn.Parameter]) -> None:
+    last = groups[-1]
+    held = last["params"]
+    groups[-1:] = [{**last, "params": held[:2]}, {**last, "params": held[2:], "lr": 0.2}]
+
+
+def merge(groups: Groups, params: list[nn.Parameter]) -> None:
+    groups[:] = [{**groups[1], "params": params}]
+
+
+@pytest.mark.parametrize("change", [move_to_the_one_before, cut_elsewhere, split_one, merge])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_groups_that_are_put_together_anew_train_as_torchs(
+    name: str, change: Callable[[Groups, list[nn.Parameter]], None]
+) -> None:
+    """States go with their parameters, settings with the group that these are in."""
+    ends = []
+    for package in (torch.optim, zshard):
+        torch.manual_seed(0)
+        model = models.Blocks()
+        if package is zshard:
+            zshard.wrap(model)
+        params = list(model.parameters())
+        groups = [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "lr": 0.003}]
+        optimizer = getattr(package, name)(groups)
+        for step in range(4):
+            if step == 2:
+                change(optimizer.param_groups, params)
+            models.loss_of(model, batch(0, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = zshard.state_dict(model) if package is zshard else model.state_dict()
+        ends.append({name: value.clone() for name, value in state.items()})
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flag", ["amsgrad", "maximize"])
+@pytest.mark.parametrize("kind", [zshard.AdamW, zshard.Adam])
+def test_a_group_that_asks_for_another_rule_is_refused(flag: str, kind: Make) -> None:
+    params = list(models.Blocks().parameters())
+    with pytest.raises(zshard.InputError, match=f"{flag}=True; zshard's {kind.__name__} has"):
+        kind([{"params": params, flag: True}])
+    optimizer = kind(params[:2])
+    with pytest.raises(zshard.InputError, match=f"{flag}=True"):
+        optimizer.add_param_group({"params": params[2:], flag: True})
+    optimizer.param_groups[0][flag] = True
+    before = params[0].detach().clone()
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(zshard.InputError, match=f"{flag}=True"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+def test_a_parameter_that_is_twice_in_a_group_is_refused() -> None:
+    param = nn.Parameter(torch.ones(2))
+    with (
+        pytest.warns(UserWarning, match="duplicate"),  # torch's
+        pytest.raises(zshard.InputError, match="a parameter twice"),
+    ):
+        zshard.SGD([param, param])
+
+
+def test_a_state_with_steps_that_are_numbers_is_taken() -> None:
+    """As torch saved it before 1.12."""
+    plain = models.Blocks()
+    before = torch.optim.AdamW(plain.parameters())
+    models.loss_of(plain, batch(0, 0)).backward()
+    before.step()
+    state = before.state_dict()
+    for values in state["state"].values():
+        values["step"] = int(values["step"])
+    optimizer = zshard.AdamW(zshard.wrap(models.Blocks()).parameters())
+    optimizer.load_state_dict(state)
+    steps = [int(values["step"]) for values in optimizer.state.values()]
+    assert steps == [1] * len(list(plain.parameters()))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("AdamW", "SGD"), ("SGD", "AdamW")])
+def test_a_state_of_another_optimizer_is_refused(ours: str, theirs: str) -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    optimizer = getattr(zshard, ours)(params)
+    settings = dict(optimizer.param_groups[0])
+    with pytest.raises(zshard.OptimizerError, match=f"another optimizer than zshard's {ours}"):
+        optimizer.load_state_dict(getattr(torch.optim, theirs)(params, lr=0.1).state_dict())
+    assert optimizer.param_groups[0] == settings

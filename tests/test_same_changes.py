@@ -219,6 +219,31 @@ def test_other_states_for_an_optimizer_are_an_error_on_all(state: str) -> None:
     assert run_ranks(other_states, 2, state, 0.0) == [[], []]
 
 
+def clips_parts(rank: int, world_size: int, names: list[str], norm_type: float) -> list[str]:
+    """Each rank clips the parameter that it is given, which is one on every rank."""
+    model = build()
+    said = []
+    for step in range(2):
+        try:
+            one_step(model, rank, step)
+            if step == 0:
+                params = [model.get_parameter(names[rank])]
+                zshard.clip_grad_norm_(params, 0.001, norm_type)
+        except zshard.MismatchError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_other_parameters_is_an_error_on_all(norm_type: float) -> None:
+    names = ["inlet.weight", "outlet.weight"]
+    own, other = run_ranks(clips_parts, 2, names, norm_type)
+    assert own == other and len(own) == 1
+    assert "the parameters clipped" in own[0]
+    assert all(f"1 from {name} on" in own[0] for name in names)
+    assert run_ranks(clips_parts, 2, names[:1] * 2, norm_type) == [[], []]
+
+
 def own_gradients(rank: int, world_size: int) -> None:
     """Gradients are each rank's to set: noise, say, that is drawn anew on each."""
     model = build()

@@ -16,6 +16,7 @@ from .comm import Comm
 from .errors import InputError, StateError, WrapError
 from .hooks import ModuleHook
 from .optimizers import other_optimizers
+from .param import Sharded
 from .precision import Precision
 from .schedule import Schedule
 from .strategy import Choice, Strategy, strategy_of
@@ -238,7 +239,9 @@ def schedule_of(model: nn.Module) -> Schedule:
         raise InputError(f"expected a wrapped model, got a {type(model).__name__}")
     schedule = getattr(model, _SCHEDULE, None)
     if not isinstance(schedule, Schedule):
-        raise WrapError(f"this {type(model).__name__} is not wrapped; pass zshard.wrap's result")
+        part = any(isinstance(param, Sharded) for param in model.parameters())
+        what = "a part of a wrapped model" if part else "not wrapped"
+        raise WrapError(f"this {type(model).__name__} is {what}; pass zshard.wrap's result")
     return schedule
 
 

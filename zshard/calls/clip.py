@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable
 from typing import SupportsFloat
 
@@ -71,8 +72,8 @@ def clip_grad_norm_(
             "be clipped. Skip the step, or pass error_if_nonfinite=False."
         )
     if shown != math.inf:
-        given = (shown, norm_type, len(params))
-        schedule.updates.note("max_norm, norm_type and the number of parameters clipped", given)
+        given = (shown, norm_type, "all" if everything else _which(params))
+        schedule.updates.note("max_norm, norm_type and the parameters clipped", given)
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     if everything:
         reducer.scale_by(factor)
@@ -116,6 +117,11 @@ def _resolve(
     if len(schedules) > 1:
         raise InputError("the parameters belong to several wrapped models; clip each on its own")
     return next(iter(schedules.values())), params
+
+
+def _which(params: list[Sharded]) -> str:
+    checksum = zlib.crc32(" ".join(param.fqn for param in params).encode())
+    return f"{len(params)} from {params[0].fqn} on (checksum {checksum:08x})"
 
 
 def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..errors import OptimizerError
+from ..errors import InputError, OptimizerError
 from ..param import Sharded
 from ..schedule import LIVE, Schedule
 from ..step.updates import note_states, note_step
 from ..units.flat import Flat
 from ..units.leaf import LiveLeaf
 from .batches import Batch, Hyper, Kind, batches_of, has_grad
-from .optim_states import as_sharded, check_fits, sharded_like, slice_of, with_step
+from .optim_states import as_sharded, as_tensors, check_fits, sharded_like, slice_of
 from .stand_ins import refuse_parameters_of_a_copy
 
 Saved = Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]  # parameters and their states
@@ -75,6 +75,7 @@ class FusedOptimizer(Optimizer):
         Raises:
             OptimizerError: parameters that were wrapped after the optimizer had taken a step on
                 them, or whose master is not fp32; or those of a copy of the model that was wrapped.
+            InputError: a group's settings that ask for another rule.
         """
         loss = None
         if closure is not None:
@@ -85,6 +86,9 @@ class FusedOptimizer(Optimizer):
         for kind in self._batches:
             if kind.schedule is not None:
                 kind.schedule.backward.require_gradients()
+        for group in self.param_groups:
+            if other := self._other_rule(group):
+                raise InputError(f"a param group has {other}")
         settings = [self._hyper(group) for group in self.param_groups]
         note_step(type(self).__name__, self.param_groups, settings)
         active = [[has_grad(row.param) for row in batch.rows] for batch in self._batches.values()]
@@ -100,12 +104,19 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             OptimizerError: for whole parameters of a wrapped model.
-            InputError: for settings out of range.
+            InputError: for settings out of range, or of another rule; a parameter that is there
+                twice.
         """
         if isinstance(param_group, dict):
+            if other := self._other_rule(param_group):
+                raise InputError(f"a param group has {other}")
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if any(type(param) is LiveLeaf for param in self.param_groups[-1]["params"]):
+        added = self.param_groups[-1]["params"]
+        if len(set(map(id, added))) < len(added):
+            self.param_groups.pop()
+            raise InputError("a param group has a parameter twice; a step would update it once")
+        if any(type(param) is LiveLeaf for param in added):
             raise OptimizerError(
                 "the optimizer was given whole parameters, which modules hold while their unit "
                 "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
@@ -127,10 +138,11 @@ class FusedOptimizer(Optimizer):
 
     def lay_out(self) -> None:
         """Lay out batches and states anew, if the parameters are not those of last time."""
-        params = [p for group in self.param_groups for p in group["params"]]
+        grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+        params = [p for p, _ in grouped]
         names = self._state_names()
         signature: list[tuple[object, ...]] = [
-            (id(p), type(p), _is_trained(p), _address(p), names) for p in params
+            (id(p), type(p), i, _is_trained(p), _address(p), names) for p, i in grouped
         ]
         if signature == self._built_for and self._has_own_states():
             return
@@ -143,7 +155,6 @@ class FusedOptimizer(Optimizer):
                 )
         saved = [(p, self.state.pop(p)) for p in params if self.state.get(p)]
         self._laid_out = {}
-        grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
         self._batches = batches_of([each for each in grouped if _is_trained(each[0])], names)
         for kind, batch in self._batches.items():
             for step, row in zip(batch.steps, batch.rows, strict=True):
@@ -242,7 +253,7 @@ class FusedOptimizer(Optimizer):
             )
         numbered = self._numbered(state_dict)
         saved = {
-            numbered[number]: with_step(values) for number, values in state_dict["state"].items()
+            numbered[number]: as_tensors(values) for number, values in state_dict["state"].items()
         }
         for param, values in saved.items():
             check_fits(param, values, self.state.get(param, {}))
@@ -262,17 +273,30 @@ class FusedOptimizer(Optimizer):
         return dict(zip(calls, params, strict=True))
 
     def own_settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Of a saved group what this optimizer has."""
-        fixed = self._torch_settings()
-        for name, value in fixed.items():
-            if group.get(name, value) != value:
-                raise OptimizerError(
-                    f"the state is of an optimizer with {name}={group[name]}; zshard's "
-                    f"{type(self).__name__} has {name}={value}, another rule. torch.optim's "
-                    "optimizers work on wrapped models too."
-                )
-        foreign = fixed.keys() | _TORCH_LAUNCHES.keys()
+        """Of a saved group what this optimizer has.
+
+        Raises:
+            OptimizerError: if it is of another rule.
+        """
+        if other := self._other_rule(group):
+            raise OptimizerError(f"the state is of an optimizer with {other}")
+        if missing := [name for name in self.defaults if name not in group]:
+            raise OptimizerError(
+                f"the state's groups have no {missing[0]!r}: it is of another optimizer than "
+                f"zshard's {type(self).__name__}"
+            )
+        foreign = self._torch_settings().keys() | _TORCH_LAUNCHES.keys()
         return {name: value for name, value in group.items() if name not in foreign}
+
+    def _other_rule(self, group: Mapping[str, Any]) -> str:
+        """What of a group's settings asks for another rule than this one; "" for nothing."""
+        for name, value in self._torch_settings().items():
+            if group.get(name, value) != value:
+                return (
+                    f"{name}={group[name]}; zshard's {type(self).__name__} has {name}={value}, "
+                    "another rule. torch.optim's optimizers work on wrapped models too."
+                )
+        return ""
 
     def _restore(self, states: Saved) -> None:
         for param, values in states:

@@ -10,11 +10,18 @@ from ..errors import OptimizerError
 from ..param import Sharded
 
 
-def with_step(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``values``, with the step that torch.optim.SGD does not count: its momentum has begun."""
-    if values.keys() != {"momentum_buffer"}:
-        return values
-    return {**values, "step": torch.ones((), dtype=torch.int64, device="cpu")}
+def as_tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Saved states, with the step that torch.optim.SGD does not count: its momentum has begun.
+
+    A step may be a number, as in old versions of torch.
+    """
+    found = {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+        for name, value in values.items()
+    }
+    if found.keys() == {"momentum_buffer"}:
+        found["step"] = torch.ones((), dtype=torch.int64, device="cpu")
+    return found
 
 
 def sharded_like(param: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:

@@ -92,14 +92,11 @@ class Agreement:
             changes=tally.changes,
             checksum=tally.checksum,
             buffers=int(buffers),
-            left=int(self._meetings.left),
-            inside=self._meetings.others_under_way(self),
         )
-        messages = self._meet(mine, label)
-        self._meetings.left = False
+        messages = self._meetings.begin(self, self._comm, mine, label, self._crew.step)
         if self._run.to_be_learned:
             self._learn()
-        if ask is Ask.CALL and len({message.about for message in messages}) > 1:
+        if ask.same_about and len({message.about for message in messages}) > 1:
             self.forgo_learning()
             refuse(self._comm, label)
         if len({message.trained for message in messages}) > 1:
@@ -119,7 +116,7 @@ class Agreement:
         )
         if not gathers:
             self._meetings.go_on(self)
-        elif ask in (Ask.FORWARD, Ask.CALL):
+        elif ask.is_forward:
             self._meetings.enter_forward(self)
         return messages
 
@@ -161,7 +158,8 @@ class Agreement:
     def settle(self) -> None:
         """Before parameters change: meet ranks that may still need them as they were."""
         if self._meetings.open and self._crew.has_peers:
-            self._meet(Message(self.number, Ask.END), "a change of parameters")
+            mine, label = Message(self.number, Ask.END), "a change of parameters"
+            self._meetings.begin(self, self._comm, mine, label, self._crew.step)
 
     def make_way(self) -> None:
         """Let another model's phase begin inside this one, where ranks may need unlike things.
@@ -189,7 +187,7 @@ class Agreement:
     def abort(self) -> None:
         """An exception leaves the phase; see [Note: after an exception] in backward.py."""
         self._run.aborted = True
-        if self._run.key[:1] in ((Ask.FORWARD,), (Ask.GO_ON,)):
+        if self._run.key and Ask(self._run.key[0]).is_forward:
             self._meetings.left = True
 
     def abandon(self) -> None:

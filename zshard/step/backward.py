@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import Error, StateError
+from ..errors import Error, MismatchError, StateError
 from ..phase import Phase, inside_backward
 from ..unit import State, Unit
 from .forward_log import Forward, ForwardLog
@@ -148,10 +148,17 @@ class Backward:
 
     def _meet(self, about: str) -> None:
         """Begin together with the other ranks, with room for what is to be reduced."""
+        ask, label = Ask.HOLD, "a backward inside no_sync"
+        if self._reduces:
+            ask, label = Ask.BACKWARD, "a backward"
+        try:
+            self._agreement.begin(ask, about, label, reduces=self._reduces)
+        except MismatchError:  # the step is over
+            for unit in self._units:
+                self._crew.release(unit)
+            raise
         if not self._reduces:
-            self._agreement.begin(Ask.HOLD, about, "a backward inside no_sync")
             return
-        self._agreement.begin(Ask.BACKWARD, about, "a backward", reduces=True)
         try:
             self._reducer.make_room()
         except Error:
@@ -236,23 +243,7 @@ class Backward:
         self._crew.turn_to(Phase.IDLE)
         _BEGUN.pop(self, None)
         if self._reduces:
-            self._run_hooks()
-
-    def _run_hooks(self) -> None:
-        """Call the users' post-accumulate hooks, now that reduced gradients can be read."""
-        hooked = [
-            (flat, index)
-            for flat in self._reducer.trained_flats
-            for index, hooks in enumerate(flat.hooks)
-            if hooks.after_reduction
-        ]
-        if not hooked:
-            return
-        self._reducer.settle()
-        for flat, index in hooked:
-            if flat.grads.arrived[index]:
-                for hook in flat.hooks[index].after_reduction.in_order():
-                    hook(flat.params[index])
+            self._reducer.run_hooks()
 
     # --- exceptions ------------------------------------------------------------------------------
 
@@ -269,8 +260,9 @@ class Backward:
 
         See [Note: whether a backward is under way].
         """
-        ended = not inside_backward() or self._end is None or self._end() is None
-        return self._crew.phase is Phase.BACKWARD and ended
+        if self._crew.phase is not Phase.BACKWARD:
+            return False
+        return not inside_backward() or self._end is None or self._end() is None
 
     def _bring_others_back(self) -> None:
         """Reset models whose backward raised, before a meeting: they take part in what is left.

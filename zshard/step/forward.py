@@ -164,6 +164,8 @@ class ForwardHooks:
         schedule = self._schedule
         if schedule.bypassed():
             return
+        if self._backward.raised:
+            schedule.reset()
         schedule.require_values(f"a forward of {unit.label}")
         unit.let_hooks_see()
         unit.passage.begin()
@@ -173,7 +175,7 @@ class ForwardHooks:
             self._keep(None)
         alone = self._is_called_alone(unit)
         if alone:
-            self._agreement.begin(Ask.CALL, unit.label, f"a forward of {unit.label} alone")
+            self._agreement.begin(Ask.ALONE, unit.label, f"a forward of {unit.label} alone")
             self._backward.forwards.begin()
         schedule.obtain(unit)
         self._crew.enter("forward", unit)

@@ -22,15 +22,29 @@ class Ask(enum.IntEnum):
     BACKWARD = 1
     HOLD = 2  # a backward inside no_sync
     RENEW = 3
-    CALL = 4
-    GO_ON = 5  # with a forward, inside of which another model's phase has ended
-    END = 6  # of a phase without a program, or of one that ranks have left before
-    GATHER = 7  # from here on: needed now
-    READY = 8
+    CALL = 4  # what a script calls between steps
+    ALONE = 5  # a forward of one unit
+    METHOD = 6  # the rest of a method that has called the model, or its end
+    GO_ON = 7  # with a forward, inside of which another model's phase has ended
+    END = 8  # of a phase without a program, or of one that ranks have left before
+    GATHER = 9  # from here on: needed now
+    READY = 10
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a forward, or a part of one."""
+        return self in _FORWARDS
+
+    @property
+    def same_about(self) -> bool:
+        """Whether what it is about is the same on every rank."""
+        return self in _SAME_ABOUT
 
 
+_FORWARDS = frozenset((Ask.FORWARD, Ask.ALONE, Ask.METHOD, Ask.GO_ON))
+_SAME_ABOUT = frozenset((Ask.CALL, Ask.ALONE, Ask.METHOD))
 _NEEDS = frozenset((Ask.GATHER, Ask.READY))
-_OF_A_STEP = frozenset((Ask.FORWARD, Ask.BACKWARD, Ask.HOLD, Ask.RENEW, Ask.GO_ON))
+_OF_A_STEP = _FORWARDS | {Ask.BACKWARD, Ask.HOLD, Ask.RENEW}
 
 
 class Message(NamedTuple):
@@ -104,10 +118,6 @@ class Meetings:
         if member in self._forwards:
             self._forwards.remove(member)
 
-    def others_under_way(self, member: Member) -> int:
-        """How many models other than ``member`` are in a forward."""
-        return sum(each is not member for each in self._forwards)
-
     def pause(self, member: Member) -> None:
         """A phase of ``member`` is about to begin, maybe inside of another model's forward."""
         if self._forwards and self._forwards[-1] is not member:
@@ -117,6 +127,20 @@ class Meetings:
         """That phase has ended."""
         if self._forwards and self._forwards[-1] is not member:
             self._forwards[-1].go_on()
+
+    def begin(
+        self, member: Member, comm: Comm, mine: Message, label: str, step: int
+    ) -> list[Message]:
+        """Bring ``mine``, with where this rank begins it; return as ``meet``.
+
+        Raises:
+            MismatchError: as ``meet``; also if some ranks are inside of more forwards than others.
+        """
+        left = self.left and mine.ask is not Ask.METHOD  # which tells of it itself
+        inside = sum(each is not member for each in self._forwards)
+        messages = self.meet(comm, mine._replace(left=int(left), inside=inside), label, step)
+        self.left = False
+        return messages
 
     def meet(self, comm: Comm, mine: Message, label: str, step: int) -> list[Message]:
         """Bring ``mine``; return when it is served, or all ranks are about to begin something.
@@ -132,8 +156,8 @@ class Meetings:
             MismatchError: as ``refuse_but_who_left`` and ``refuse_deleted``.
         """
         tag = Tag(step, "agree", "root", label)
-        self.open = False
         while True:
+            self.open = False
             members = dict(self._members.items())  # none goes before it has served
             mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))
             words = comm.all_gather_words(mine, tag)
@@ -153,6 +177,8 @@ class Meetings:
                 return messages
             else:
                 forgo_learning(members)
+                # Who has left may be at a change of parameters, and waits for the others there.
+                self.open = any(message.left and message.ask is Ask.END for message in messages)
                 refuse_but_who_left(comm, label, mine, messages)
 
 

@@ -76,8 +76,8 @@ class Methods:
 
     def leave_forward(self) -> None:
         """The model, which the method has called, has returned."""
-        self._schedule.agreement.begin(Ask.CALL, self.running, self.running)
+        self._schedule.agreement.begin(Ask.METHOD, self.running, self.running)
 
     def _meet(self, how: str, name: str) -> None:
         what = f"{how} {name}"
-        self._schedule.agreement.begin(Ask.CALL, what, what, gathers=False)
+        self._schedule.agreement.begin(Ask.METHOD, what, what, gathers=False)

@@ -131,6 +131,22 @@ class Reducer:
         if found.failures > 0:
             self._drop(found)
 
+    def run_hooks(self) -> None:
+        """Call the users' post-accumulate hooks, now that reduced gradients can be read."""
+        hooked = [
+            (flat, index)
+            for flat in self.trained_flats
+            for index, hooks in enumerate(flat.hooks)
+            if hooks.after_reduction
+        ]
+        if not hooked:
+            return
+        self.settle()
+        for flat, index in hooked:
+            if flat.grads.arrived[index]:
+                for hook in flat.hooks[index].after_reduction.in_order():
+                    hook(flat.params[index])
+
     def drop(self) -> None:
         """Forget every gradient, and what was known of them."""
         for flat in self.all_flats:

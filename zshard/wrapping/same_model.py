@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, cast
 
 import torch
@@ -169,6 +170,10 @@ def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
             for owned in spec.params:
                 if owned.param.is_meta:
                     continue
-                value = owned.param.detach().contiguous()
-                comm.broadcast(value.view(-1), Tag(None, "wrap", spec.name or "root"))
-                owned.param.copy_(value)
+                with torch.inference_mode() if owned.param.is_inference() else nullcontext():
+                    value = owned.param.detach().contiguous()
+                    comm.broadcast(value.view(-1), Tag(None, "wrap", spec.name or "root"))
+                    if owned.param.untyped_storage().nbytes() < value.nbytes:  # expanded
+                        owned.param.data = value
+                    else:
+                        owned.param.copy_(value)
