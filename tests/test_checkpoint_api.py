@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import models
+import numpy
 import pytest
 import torch
 from checkpoints import plain, train
@@ -47,6 +48,7 @@ def test_extra_that_json_does_not_give_back_is_refused_before_anything_is_writte
 def test_extra_comes_back(tmp_path: Path) -> None:
     model, _ = plain()
     extra = {"step": 3, "x": [1.5, None, True, {"ü": "text\n"}], "t": (1, 2), "big": 2**80}
+    extra["loss"] = numpy.float64(0.25)
     zshard.save(tmp_path / "a", model, extra=extra)
     assert zshard.load(tmp_path / "a", model).extra == {**extra, "t": [1, 2]}
 

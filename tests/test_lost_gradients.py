@@ -194,6 +194,25 @@ def attempt(model: nn.Module, failing: bool) -> None:
         out.sum().backward()
 
 
+def reset_by_all(rank: int, world_size: int) -> list[bool]:
+    torch.manual_seed(0)
+    model = zshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = zshard.AdamW(model.parameters())
+    dropped = []
+    for step in range(2):
+        attempt(model, failing=rank == 1 and step == 0)
+        if step == 0:
+            zshard.reset(model)  # on every rank, also where nothing has been heard of it yet
+            dropped.append(all(param.grad is None for param in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return dropped
+
+
+def test_a_reset_on_all_ranks_says_nothing_more_of_the_exception() -> None:
+    assert run_ranks(reset_by_all, 2) == [[True], [True]]
+
+
 def test_a_step_is_dropped_once() -> None:
     for said in run_ranks(raises_twice, 2):
         assert "raised an exception" in said[0]

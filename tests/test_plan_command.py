@@ -124,6 +124,7 @@ def test_the_command_measures_this_machine_and_plans_with_it(
     "given",
     [
         ("--hbm", "80XB"),
+        ("--hbm", "80"),
         ("--world", "0"),
         ("--hbm", "0"),
         ("--batch", "64"),

@@ -317,3 +317,32 @@ def test_a_pretrained_model_gives_equal_embeddings_over_two_ranks_and_is_fine_tu
     for embeddings, losses in run_ranks(pretrained, 2, folder):
         assert torch.equal(embeddings, wanted)
         assert losses == sorted(losses, reverse=True) and losses[-1] < 0.5 * losses[0]
+
+
+def tied_twice(rank: int, size: int, folder: str, first: str, second: str) -> str:
+    """Load a tied weight of which a file has two copies, alike and then not."""
+    model = zshard.wrap(models.build("tied_across_units"))
+    wanted = load_file(f"{folder}/alike.safetensors")
+    assert zshard.load_weights(model, f"{folder}/alike.safetensors") == zshard.Loaded()
+    assert_equal(whole(model), wanted)
+    path = f"{folder}/unlike.safetensors"
+    with pytest.raises(zshard.CheckpointError) as caught:
+        zshard.load_weights(model, path)
+    assert_equal(whole(model), wanted)
+    zshard.load_weights(model, path, rename=lambda name: None if name == first else name)
+    assert torch.equal(whole(model)[first], load_file(path)[second])
+    return str(caught.value)
+
+
+def test_copies_of_a_tied_weight_that_differ_are_refused(tmp_path: Path) -> None:
+    plain = models.build("tied_across_units")
+    names = [name for name, _ in plain.named_parameters(remove_duplicate=False)]
+    (second,) = set(names) - {name for name, _ in plain.named_parameters()}
+    tied = plain.get_parameter(second)
+    first = next(name for name, param in plain.named_parameters() if param is tied)
+    weights = {name: value + 1 for name, value in weights_of(plain).items()}
+    save_file(weights, tmp_path / "alike.safetensors")
+    weights[second].view(-1)[-1] += 1
+    save_file(weights, tmp_path / "unlike.safetensors")
+    for said in run_ranks(tied_twice, 2, str(tmp_path), first, second):
+        assert f"{first} and {second} are one tensor in the model, and differ there" in said

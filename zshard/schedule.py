@@ -142,8 +142,7 @@ class Schedule:
         self.backward.abandon(ending)
         self.reducer.abandon()
         self.agreement.abandon()
-        for unit in self.units:
-            self.crew.release(unit)
+        self.crew.release_all()
         self.crew.turn_to(Phase.IDLE)
 
     # --- what may be called now ------------------------------------------------------------------

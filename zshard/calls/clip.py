@@ -73,7 +73,8 @@ def clip_grad_norm_(
         )
     if shown != math.inf:
         given = (shown, norm_type, "all" if everything else _which(params))
-        schedule.updates.note("max_norm, norm_type and the parameters clipped", given)
+        what = "max_norm, norm_type and the parameters clipped"
+        schedule.updates.note(what, given, of_gradients=True)
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     if everything:
         reducer.scale_by(factor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from torch import nn
@@ -121,6 +121,8 @@ def reset(model: nn.Module) -> None:
     if not has_given_up(schedule):
         try:
             schedule.reset()
+            with suppress(StateError):  # another rank's backward has raised, as this call says
+                schedule.reducer.settle()
             return
         except CommError:
             if not has_given_up(schedule):

@@ -166,8 +166,9 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's slice of every parameter's master: name -> 1-D view, in the master dtype.
 
     The slices are in memory order and may be empty. Call ``mark_updated`` after writing any. Take
-    them anew before writing in a later step: others may read them after a forward or backward.
-    On every rank: behind a forward without a backward the ranks meet here.
+    them anew before writing behind a forward, a backward or a read of whole values
+    (``full_param``, ``full_params``, ``state_dict``, a save): other ranks may still be reading them
+    there. On every rank: behind a forward without a backward the ranks meet here.
 
     Raises:
         MismatchError: on every rank, if others have begun something else there.

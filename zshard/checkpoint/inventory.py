@@ -123,11 +123,13 @@ def _as_json(value: object, what: str) -> Json:
         return {as_text(key, what): _as_json(v, f"{what}[{key!r}]") for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [_as_json(item, f"{what}[{index}]") for index, item in enumerate(value)]
-    if type(value) is float and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{what} is {value}, which JSON does not have; store it as text")
     if type(value) is str:
         return as_text(value, what)
-    if value is None or type(value) in (bool, int, float):
+    if isinstance(value, float):  # also numpy's
+        return float(value)
+    if value is None or type(value) in (bool, int):
         return value  # type: ignore[return-value]
     remedy = ". Tensors belong into buffers of the model" if isinstance(value, Tensor) else ""
     raise InputError(

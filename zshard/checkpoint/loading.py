@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 
 import torch
 
@@ -24,12 +25,14 @@ class Match:
     Attributes:
         pairs: of a stored tensor, by the name to be told, and where it goes.
         problems: what can never be loaded, such as another shape.
+        copies: stored tensors that are one in the model, by name; the first of them is loaded.
     """
 
     pairs: list[tuple[str, Stored, Sink]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    copies: list[dict[str, Stored]] = field(default_factory=list)
 
     def add(self, name: str, stored: Stored, held: Sink, *, cast: bool = False) -> None:
         """Note that ``stored`` goes to ``held``, if it fits."""
@@ -91,7 +94,9 @@ def match_model(
         if not there:
             match.missing.append(name)
             continue
-        if len(there) > 1 and not cast:
+        if len(there) > 1 and cast:
+            match.copies.append({each: stored[each] for each in there})
+        elif len(there) > 1:
             match.problems.append(
                 f"{name}: one tensor in the model, and several there: {sorted(there)}"
             )
@@ -105,6 +110,41 @@ def match_model(
             match.add(name, stored[key], held, cast=cast and floating)
     match.unexpected += [name for name in stored if name not in used]
     return match
+
+
+def compare_copies(
+    folder: str, copies: Sequence[Mapping[str, Stored]], place: int, world: int
+) -> None:
+    """Make sure that stored tensors that are one in the model are alike, in this rank's part.
+
+    Args:
+        place: of this rank, of ``world``.
+
+    Raises:
+        CheckpointError: with the names of two that differ, or for a file that cannot be read.
+    """
+    for named in copies:
+        (first, one), *others = named.items()
+        share = -(-prod(one.shape) // world)
+        parts = [
+            (max(begin, place * share), min(end, (place + 1) * share))
+            for begin, end, _ in one.chunks()
+        ]
+        for other, stored in others:
+            if (stored.dtype, stored.shape) != (one.dtype, one.shape) or not all(
+                torch.equal(_bytes_at(folder, one, *part), _bytes_at(folder, stored, *part))
+                for part in parts
+                if part[0] < part[1]
+            ):
+                raise CheckpointError(
+                    f"{first} and {other} are one tensor in the model, and differ there; leave one "
+                    "of them out (rename=)"
+                )
+
+
+def _bytes_at(folder: str, stored: Stored, begin: int, end: int) -> torch.Tensor:
+    with File.to_read(os.path.join(folder, stored.file)) as file:
+        return _Reader(file, stored, None).read(begin, end).view(torch.uint8)
 
 
 def fill(folder: str, pairs: Sequence[tuple[str, Stored, Sink]], seed: int | None) -> None:
@@ -146,7 +186,7 @@ class _Reader:
         memory = held.memory() if aligned and held.dtype == self._dtype else None
         for chunk in self._stored.chunks():
             if not aligned:
-                self._pick(chunk.begin, self._read(*chunk), held)
+                self._pick(chunk.begin, self.read(*chunk), held)
                 continue
             begin, end = max(chunk.begin, held.here.begin), min(chunk.end, held.here.end)
             if begin >= end:
@@ -158,10 +198,10 @@ class _Reader:
                 into = memory[begin - held.here.begin : end - held.here.begin]
                 self._read_into(into, *chunk)
             else:
-                values = self._read(*chunk)
+                values = self.read(*chunk)
                 held.store(begin, values[begin - chunk.begin : end - chunk.begin])
 
-    def _read(self, begin: int, end: int, xxh3: str) -> torch.Tensor:
+    def read(self, begin: int, end: int, xxh3: str = "") -> torch.Tensor:
         """Elements [begin, end) in the memory order that was saved."""
         values = torch.empty(end - begin, dtype=self._dtype, device="cpu")
         self._read_into(values, begin, end, xxh3)

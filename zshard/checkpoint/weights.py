@@ -18,7 +18,7 @@ from . import catalogue, files
 from .held import Source
 from .inventory import inventory_of
 from .load import Loaded, change
-from .loading import Match, fill, match_model
+from .loading import Match, compare_copies, fill, match_model
 from .manifest import CHUNK_BYTES, MAX_NBYTES, Stored
 from .peers import Peers
 from .save import begin
@@ -52,7 +52,8 @@ def load_weights(
         What was missing and unexpected; no ``extra``.
 
     Raises:
-        CheckpointError: on every rank; as for ``load``.
+        CheckpointError: on every rank; as for ``load``; for two tensors that differ, and are one in
+            the model.
         InputError: for a ``rename`` that gives neither text nor None.
         MismatchError: on every rank, if they load with different arguments.
         StateError: inside a forward or backward.
@@ -87,6 +88,8 @@ def load_weights(
             f"load_weights({label}): the ranks were given other arguments, or found other tensors "
             "there. Nothing has changed; pass the same on every rank."
         )
+    place, world = schedule.comm.place, schedule.comm.world
+    peers.each(lambda: compare_copies(folder, match.copies, place, world))
     change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
     if strict:
         schedule.updates.begin_anew()

@@ -111,7 +111,8 @@ class GradScaler(torch.amp.GradScaler):
             # A scale on a GPU, which the host would wait for, is what these have made of it.
             rule = (self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
             scale = float(inv_scale) if inv_scale.is_cpu else self._init_scale
-            schedule.updates.note("the scale and the settings of GradScaler", (scale, *rule))
+            what = "the scale and the settings of GradScaler"
+            schedule.updates.note(what, (scale, *rule), of_gradients=True)
             factor = inv_scale.to(schedule.device)
             if known is None:
                 verdict = _check_and_multiply(present, factor)

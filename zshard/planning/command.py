@@ -31,7 +31,7 @@ _PRECISIONS = {
     "bf16/bf16": Precision.bf16(reduce=torch.bfloat16),
     "split": Precision.bf16(reduce=torch.bfloat16, master="split"),
 }
-_UNITS = {"": 1.0, "GB": 1e9, "GiB": 2.0**30, "TB": 1e12, "MB": 1e6, "MiB": 2.0**20}
+_UNITS = {"GB": 1e9, "GiB": 2.0**30, "TB": 1e12, "MB": 1e6, "MiB": 2.0**20}
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +117,7 @@ def size(text: str) -> int:
     """An argument's type: bytes, as 80GB (8e10) or 80GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or match[2] not in _UNITS:
-        units = ", ".join(filter(None, _UNITS))
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of bytes, or of {units}")
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of {', '.join(_UNITS)}")
     return round(float(match[1]) * _UNITS[match[2]])
 
 

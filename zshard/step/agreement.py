@@ -122,7 +122,8 @@ class Agreement:
 
     def finish(self) -> None:
         """End a phase: take part in what is left of the program, and meet where that is due."""
-        self._finish_part()
+        if not self._run.paused:  # else it was left by an exception where it had ended already
+            self._finish_part()
         self._meetings.leave_forward(self)
         self._meetings.go_on(self)
 

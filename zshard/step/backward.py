@@ -135,7 +135,8 @@ class Backward:
         if self._reduces:
             self._reducer.start()
             there_already = [flat.grads.present for flat in self._reducer.all_flats]
-            self._schedule.updates.note_many("which gradients a backward adds to", there_already)
+            what, updates = "which gradients a backward adds to", self._schedule.updates
+            updates.note_many(what, there_already, of_gradients=True)
         else:
             self._reducer.settle()  # where gradients are kept depends on what is there
         self._finish_at_the_end()
@@ -154,8 +155,7 @@ class Backward:
         try:
             self._agreement.begin(ask, about, label, reduces=self._reduces)
         except MismatchError:  # the step is over
-            for unit in self._units:
-                self._crew.release(unit)
+            self._crew.release_all()
             raise
         if not self._reduces:
             return
@@ -223,8 +223,7 @@ class Backward:
     def _close(self) -> None:
         """Free every unit, and take part in what is left; nothing more of this backward comes."""
         self._crew.end_backward()
-        for unit in self._units:
-            self._crew.release(unit)
+        self._crew.release_all()
         self._agreement.finish()
 
     def _finish(self) -> None:

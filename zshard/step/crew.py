@@ -106,6 +106,11 @@ class Crew:
         else:
             self.reshard(unit)
 
+    def release_all(self) -> None:
+        """End every unit's use."""
+        for unit in self._units:
+            self.release(unit)
+
     def reshard(self, unit: Unit) -> None:
         """Free the whole parameters, if they are there."""
         if unit.state is not State.SHARDED:

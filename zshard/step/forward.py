@@ -154,8 +154,7 @@ class ForwardHooks:
             self._backward.forwards.note(self._agreement.needed, self._crew.gathered, self.order)
             self._crew.turn_to(Phase.IDLE)
         if not self._watch(self._root, output):
-            for unit in self._units:
-                self._crew.release(unit)
+            self._crew.release_all()
         # Between forward and backward, user code must meet the sharded parameters everywhere.
         self._root.uninstall()
         return output

@@ -64,7 +64,11 @@ class Methods:
         schedule.root.passage.begin()
         output = schedule.forward.root_post_forward(schedule.model, args, output)
         if self._called:
-            self._meet("the end of", name)
+            try:
+                self._meet("the end of", name)
+            except MismatchError:  # the step is over
+                schedule.crew.release_all()
+                raise
         return output
 
     def enter_forward(self) -> None:

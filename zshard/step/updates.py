@@ -33,15 +33,17 @@ class Tally(NamedTuple):
     Args:
         changes: how often it has changed the master of a flat buffer.
         checksum: of what every rank has to give alike, in any order; ``_BITS`` bits.
+        of_gradients: as ``checksum``, of what changes gradients alone.
     """
 
     changes: int
     checksum: int
+    of_gradients: int = 0
 
     def since(self, before: Tally) -> Tally:
         """What has come after ``before``."""
-        checksum = (self.checksum - before.checksum) % (1 << _BITS)
-        return Tally(self.changes - before.changes, checksum)
+        changes, *sums = (now - then for now, then in zip(self, before, strict=True))
+        return Tally(changes, *(each % (1 << _BITS) for each in sums))
 
 
 NOTHING = Tally(0, 0)
@@ -53,28 +55,34 @@ class Updates:
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         self._flats = [flat for unit in units for flat in unit.flats]
         self._comm = comm
-        self._checksum = 0  # of all that was noted
+        self._checksum = self._of_gradients = 0  # of all that was noted
         self._noted: dict[str, object] = {}  # since the last check, for errors
         self._agreed = self._before = NOTHING  # up to the last check and the one before
         self._checks = 0
         for flat in self._flats:
             flat.on_whole_value = partial(self._note_value, flat)
 
-    def note(self, what: str, value: object) -> None:
-        """Note a value that changes parameters, and that every rank has to give alike.
+    def note(self, what: str, value: object, *, of_gradients: bool = False) -> None:
+        """Note a value that changes parameters or gradients, and that all ranks have to give alike.
 
         Args:
             what: what it is, for errors.
             value: numbers, which errors show.
+            of_gradients: it changes these alone.
         """
         if self._comm.world > 1:
             self._noted[what] = value
-            self._checksum += zlib.crc32(f"{what}: {value}".encode())
+            checksum = zlib.crc32(f"{what}: {value}".encode())
+            if of_gradients:
+                self._of_gradients += checksum
+            else:
+                self._checksum += checksum
 
-    def note_many(self, what: str, values: object) -> None:
+    def note_many(self, what: str, values: object, *, of_gradients: bool = False) -> None:
         """As ``note``, of too much for errors to show."""
         if self._comm.world > 1:
-            self.note(f"{what} (by checksum)", f"{zlib.crc32(repr(values).encode()):08x}")
+            checksum = f"{zlib.crc32(repr(values).encode()):08x}"
+            self.note(f"{what} (by checksum)", checksum, of_gradients=of_gradients)
 
     def _note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         if self._comm.world > 1:
@@ -83,11 +91,12 @@ class Updates:
 
     def _now(self) -> Tally:
         changes = sum(flat.version for flat in self._flats)
-        return Tally(changes, self._checksum % (1 << _BITS))
+        return Tally(changes, self._checksum, self._of_gradients)
 
     def tally(self) -> Tally:
         """What was changed since ``check`` was called last, for the others."""
-        return self._now().since(self._agreed)
+        changes, checksum, of_gradients = self._now().since(self._agreed)
+        return Tally(changes, (checksum + of_gradients) % (1 << _BITS))
 
     def begin_anew(self) -> None:
         """Forget all changes so far: all values were replaced alike."""
@@ -96,9 +105,15 @@ class Updates:
         self._noted.clear()
 
     def tallies(self) -> tuple[int, Tally, Tally]:
-        """How often ``check`` was called; what came since the last time, and the one before."""
+        """How often ``check`` was called; what came since the last time, and the one before.
+
+        Without what changed gradients alone, which are gone.
+        """
         now = self._now()
-        return self._checks, now.since(self._agreed), now.since(self._before)
+        last, both = (
+            now.since(then)._replace(of_gradients=0) for then in (self._agreed, self._before)
+        )
+        return self._checks, last, both
 
     def catch_up(self, everyone: Sequence[tuple[int, Tally, Tally]]) -> None:
         """As ``check``, where ranks may have come to the last one or not: from the one before.
