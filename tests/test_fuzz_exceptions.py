@@ -9,6 +9,7 @@ the README says, this one does.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,10 +26,12 @@ import zshard
 
 ACTIONS = 16
 STRATEGIES = ("zero3", "zero3", "zero2", "zero1", "ddp")
-KINDS = ("step", "step", "accumulate", "joint", "teacher", "nested", "evaluate", "read", "freeze")
+KINDS = ("step", "step", "accumulate", "joint", "teacher", "nested", "method", "evaluate", "read")
+KINDS += ("alone", "freeze", "write")
 PLACES = {  # where an action may raise
     "step": ("forward", "loss", "backward"),
     "teacher": ("forward", "loss", "backward"),
+    "method": ("forward", "loss", "backward"),
     "accumulate": ("backward", "no_sync"),
     "evaluate": ("forward",),
 }
@@ -73,6 +76,15 @@ class Faulty(models.Routed):
                 x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.outlet(x)
 
+    def encode(self, x: Tensor) -> Tensor:
+        """Calls the model itself at times."""
+        first = self.outlet(self.blocks[1](self.inlet(x)))
+        if self.at > 0:
+            return first + self(x)
+        if self.place == "forward":
+            raise Injected
+        return Bomb.apply(first) if self.place == "backward" else first
+
 
 @dataclass(frozen=True)
 class Action:
@@ -109,13 +121,15 @@ class Player:
         model = Faulty()
         model.recompute = rng.random() < 0.3
         units = rng.choice([None, None, "model", "layer"])
-        return zshard.wrap(
+        zshard.wrap(
             model,
             strategy=rng.choice(STRATEGIES),
             units=None if model.recompute else units,
             comm=rng.choice(["group", "peer"]),
             prefetch=rng.choice([0, 1, 2]),
         )
+        zshard.method(model, "encode")
+        return model
 
     def play(self, action: Action, data: list[Tensor]) -> None:
         """Do it, again where zshard says so; what raises on one rank is an error on every one."""
@@ -150,12 +164,12 @@ class Player:
         finally:
             model.place = ""
 
-    def _loss(self, model: nn.Module) -> Tensor:
+    def _loss(self, model: Callable[[Tensor], Tensor]) -> Tensor:
         return models.loss_of(model, next(self._data))
 
-    def _step(self, action: Action) -> list[tuple[str, Tensor]]:
+    def _step(self, action: Action, forward: str = "__call__") -> list[tuple[str, Tensor]]:
         with self._fault(action) as model:
-            loss = self._loss(model)
+            loss = self._loss(getattr(model, forward))
             if model.place == "loss":
                 raise Injected
             loss.backward()
@@ -196,6 +210,21 @@ class Player:
             yield
         finally:
             outer.inner = None
+
+    def _method(self, action: Action) -> list[tuple[str, Tensor]]:
+        return self._step(action, "encode")
+
+    def _alone(self, action: Action) -> list[tuple[str, Tensor]]:
+        block = self._models[action.model].blocks[action.at % 3]
+        with torch.no_grad(), contextlib.suppress(zshard.ShardedAccessError):  # if in a larger unit
+            block(torch.ones(2, models.WIDTH))
+        return []
+
+    def _write(self, action: Action) -> list[tuple[str, Tensor]]:
+        with torch.no_grad():
+            for param in self._models[action.model].parameters():
+                param.mul_(0.99)
+        return []
 
     def _freeze(self, action: Action) -> list[tuple[str, Tensor]]:
         _, *params, _ = self._models[action.model].parameters()
@@ -243,10 +272,41 @@ def play(
     return actions, logs[0], logs[1]
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(24))
 def test_steps_that_an_exception_ends_change_no_bit_of_the_others(seed: int) -> None:
     for actions, actual, expected in run_ranks(play, (2, 3, 2, 4)[seed % 4], seed):
         assert [what for what, _ in actual] == [what for what, _ in expected], actions
         for index, ((what, one), (_, other)) in enumerate(zip(actual, expected, strict=True)):
             same = torch.equal(one, other)
             assert same, f"{actions}: entry {index}, {what}: {one} and {other}"
+
+
+FAULTS = [(kind, place) for kind, places in PLACES.items() for place in places]
+
+
+def play_one_fault(rank: int, world_size: int, kind: str, place: str) -> list[str]:
+    """Whatever may come next, of the same model or the other, behind programs known or not."""
+    data = models.batches("blocks", 2, rank)
+    wrong = []
+    for seed, following in enumerate(dict.fromkeys(KINDS)):
+        for known, at in itertools.product((False, True), (0, 2)):
+            model = int(known == (at == 0))
+            faulty = Action(kind, 0, place, at, ranks=(True, False))
+            before = [Action(kind, 0, at=1), Action("step", 1)] if known else []
+            after = [Action(following, model, at=1), Action("step", 0), Action("step", 1)]
+            player = Player(rank, random.Random(seed))
+            try:
+                for action in [*before, *before, faulty, *after]:
+                    player.play(action, data)
+            except zshard.Error as error:
+                wrong.append(f"{action}, {known=}: {error}")
+                break
+            if not player.finish():
+                wrong.append("nothing was read")
+    return wrong
+
+
+@pytest.mark.parametrize(("kind", "place"), FAULTS)
+def test_whatever_comes_next_finds_all_ranks(kind: str, place: str) -> None:
+    for wrong in run_ranks(play_one_fault, 2, kind, place):
+        assert not wrong

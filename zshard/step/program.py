@@ -14,9 +14,9 @@ the ranks put together what each has needed; that is the program of the next. On
 program, phases that follow one end with a meeting as well, so that a rank in need finds the others
 there, and not in a collective of the user's own. So does a change of parameters behind a phase that
 has ended without a meeting begin with one: a rank in need gets what they were. Where ranks begin
-different phases, or phases of different models, all of them raise. If it is because a forward has
-raised on some, only the others do: that ends the step there, too, and all come to the same next
-phase.
+different phases, or phases of different models, or only some do so inside another model's forward,
+all of them raise. If it is because a forward has raised on some, only the others do: that ends the
+step there, too, and all come to the same next phase, or change of parameters.
 
 Another model's phase cuts the forward that it begins inside of in two, each with its own program:
 ranks that are in unlike places of one would not find each other behind it.
