@@ -289,6 +289,18 @@ def test_a_state_with_steps_that_are_numbers_is_taken() -> None:
     assert steps == [1] * len(list(plain.parameters()))
 
 
+def test_a_momentum_that_has_not_begun_is_taken() -> None:
+    """As torch.optim.SGD saved it, without momentum, before 2.0."""
+    params = [nn.Parameter(torch.ones(2))]
+    state = torch.optim.SGD(params, lr=0.1).state_dict()
+    state["state"] = {0: {"momentum_buffer": None}}
+    optimizer = zshard.SGD(params)
+    optimizer.load_state_dict(state)
+    params[0].grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(params[0], torch.full((2,), 0.9))
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [("AdamW", "SGD"), ("SGD", "AdamW")])
 def test_a_state_of_another_optimizer_is_refused(ours: str, theirs: str) -> None:
     params = [nn.Parameter(torch.ones(2))]

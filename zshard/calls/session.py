@@ -104,7 +104,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 def reset(model: nn.Module) -> None:
     """Bring the model back to the sharded state after an exception in forward or backward.
 
-    The gradients of a backward that did not end are dropped. What ``no_sync`` holds of those before
+    The gradients of a backward that did not end are dropped, on the ranks that hear of it only here
+    as well (else their next use of gradients says so). What ``no_sync`` holds of those before
     stays, as a plain model's gradients do; ``zero_grad`` drops it. Also done by the next forward.
 
     Over shared memory (``comm="peer"``) an exception may leave a collective half done: Ctrl-C,

@@ -88,8 +88,9 @@ def load_weights(
             f"load_weights({label}): the ranks were given other arguments, or found other tensors "
             "there. Nothing has changed; pass the same on every rank."
         )
-    place, world = schedule.comm.place, schedule.comm.world
-    peers.each(lambda: compare_copies(folder, match.copies, place, world))
+    if match.copies:
+        place, world = schedule.comm.place, schedule.comm.world
+        peers.each(lambda: compare_copies(folder, match.copies, place, world))
     change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
     if strict:
         schedule.updates.begin_anew()

@@ -253,7 +253,9 @@ class FusedOptimizer(Optimizer):
             )
         numbered = self._numbered(state_dict)
         saved = {
-            numbered[number]: as_tensors(values) for number, values in state_dict["state"].items()
+            numbered[number]: tensors
+            for number, values in state_dict["state"].items()
+            if (tensors := as_tensors(values))
         }
         for param, values in saved.items():
             check_fits(param, values, self.state.get(param, {}))

@@ -13,11 +13,12 @@ from ..param import Sharded
 def as_tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Saved states, with the step that torch.optim.SGD does not count: its momentum has begun.
 
-    A step may be a number, as in old versions of torch.
+    A step may be a number, as in old versions of torch, and a momentum that has not begun None.
     """
     found = {
         name: value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         for name, value in values.items()
+        if value is not None
     }
     if found.keys() == {"momentum_buffer"}:
         found["step"] = torch.ones((), dtype=torch.int64, device="cpu")

@@ -296,7 +296,8 @@ class Backward:
         if self.raised:
             self._schedule.reset()  # while it reduces what the others do
         if self._crew.phase is not Phase.IDLE:
-            raise StateError(f"{name}: requires_grad cannot change inside a forward or backward")
+            what = "requires_grad cannot change inside a forward or backward"
+            raise StateError(f"{name}: {what}; change it between steps")
         self._trained_changed = True
 
     def _settle_trained(self) -> None:
