@@ -76,7 +76,7 @@ PARTS: dict[str, tuple[Part, Part, str, str]] = {
     "clips to another norm": (clip_to(0.25), clip_to(0.5), "AdamW", "max_norm, norm_type"),
     "clips alone": (clip_to(0.5), nothing, "AdamW", "max_norm, norm_type"),
     "clips by another p": (clip_to(0.5, 1.0), clip_to(0.25, 1.0), "torch SGD", "max_norm, norm"),
-    "clips fewer": (clip_fewer, clip_by_p, "AdamW", "number of parameters clipped"),
+    "clips fewer": (clip_fewer, clip_by_p, "AdamW", "norm_type and the parameters clipped"),
     "drops all gradients": (drop_all, nothing, "AdamW", "have changed"),
     "drops one gradient": (drop_one, nothing, "AdamW", "which parameters have gradients in AdamW"),
     "drops one of torch's": (drop_one, nothing, "torch SGD", "which parameters have gradients"),
