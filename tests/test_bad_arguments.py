@@ -290,3 +290,9 @@ def test_every_call_of_a_model_is_tried_with_a_plain_one() -> None:
         and {"model", "model_or_params"} & inspect.signature(call).parameters.keys()
     }
     assert takes_a_model - {"wrap", "plan"} == CALLS.keys()
+
+
+def test_a_part_of_a_wrapped_model_is_called_so() -> None:
+    model = zshard.wrap(models.Blocks())
+    with pytest.raises(zshard.WrapError, match="this Block is a part of a wrapped model"):
+        zshard.clip_grad_norm_(model.blocks[0], 1.0)
