@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,6 +171,26 @@ def test_a_launcher_killed_at_once_takes_ranks_with_it_that_still_import(
         process.kill()
         for pid in filter(alive, ranks):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_ranks_run_the_zshard_that_started_them(fresh: list[object], tmp_path: Path) -> None:
+    package = Path(zshard.__file__).parent
+    shutil.copytree(package, tmp_path / "zshard", ignore=shutil.ignore_patterns("*.so", "__pyc*"))
+    for extension in package.glob("*.so"):
+        (tmp_path / "zshard" / extension.name).symlink_to(extension)
+    seen = tmp_path / "seen"
+    with (tmp_path / "zshard" / "__init__.py").open("a") as code:
+        code.write(f"\nopen({str(seen)!r}, 'a').write('imported\\n')\n")
+    done = subprocess.run(
+        command("train", *fresh, "--steps", 1),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert seen.read_text().count("imported") == 3, "the launcher and two ranks"
 
 
 # --- SIGTERM: save and stop ---------------------------------------------------------------------

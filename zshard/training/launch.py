@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+import zshard
+
 from ..errors import Error, InputError
 from .job import PR_SET_PDEATHSIG, STOPPED, choose_device
 
@@ -143,8 +145,8 @@ def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
         # has is the scheduler's to say, whose SIGKILL ends this process and with it the ranks.
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
-    package_parent = str(Path(__file__).resolve().parent.parent)
-    command = ("-u", "-c", _BOOTSTRAP, str(os.getpid()), package_parent, *arguments)
+    root = str(Path(zshard.__file__).resolve().parents[1])
+    command = ("-u", "-c", _BOOTSTRAP, str(os.getpid()), root, *arguments)
     # The agent's loggers tell how it ends the ranks; the error raised here says why, in one line.
     logging.disable(logging.ERROR)
     try:
