@@ -14,7 +14,7 @@ left. What comes next is known from the last time, see [Note: one agreed order].
     after it            ForwardHooks._post_forward: Crew.release -> Unit.reshard
     backward is there   Backward.reached, a hook of the unit's outputs: as before a forward
     its last gradient   FullBuffer's hooks of leaves -> Unit.leaf_grad_arrived ->
-                        Backward._leaf_grad_arrived: Agreement.ready -> Crew.reduce ->
+                        Backward.leaf_grad_arrived: Agreement.ready -> Crew.reduce ->
                         Reducer.reduce -> Flight
     end of backward     Backward._finish -> Reducer.finish; Reducer.settle where anybody asks
     step                FusedOptimizer.step: Batch -> ops.adamw_; Flat.updated; Schedule.renew
@@ -85,8 +85,6 @@ class Schedule:
         self.backward = Backward(self)
         for flat in self.flats:
             flat.schedule = self
-            flat.before_set_trained = self.backward.before_set_trained
-            flat.before_change = self.agreement.settle
         self.forward = ForwardHooks(self)
         LIVE.add(self)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -73,10 +72,8 @@ class Unit:
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
         self.passage = Passage()  # of the forward under way
-        self.fired: set[tuple[int, int]] = set()  # leaves whose gradient is complete, this backward
+        self.fired: set[tuple[Flat, int]] = set()  # leaves with their gradient of this backward
         self.last_hook = 0  # id of the forward hook that ends the module's forward
-        # Backward's: called as a leaf has its gradient.
-        self.leaf_grad_arrived: Callable[[Unit], None] = lambda unit: None
         self._comm, self._pool = comm, pool
         self._home: Slot | None = None
         self._attached: Slot | None = None  # the slot that the leaves are views of
@@ -87,12 +84,11 @@ class Unit:
         # zero3 at N > 1: the full buffer is the pool's, for as long as the unit is gathered.
         self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
         for flat in self.flats:
-            flat.unit_label = self.label
+            flat.unit = self
             pool.ledger.add("parameters", flat.copy.nbytes)
             pool.ledger.add("master", flat.master.nbytes)
-            flat.before_send_written = partial(self._before_send_written, flat)
             if flat.resident is not None:
-                flat.attach(flat.resident, self._arrivals_of(flat))
+                flat.attach(flat.resident)
 
     @property
     def label(self) -> str:
@@ -243,7 +239,8 @@ class Unit:
             self._gathers[-1].wait()  # which an exception may leave, to be waited for again
             self._gathers.pop()
 
-    def _before_send_written(self, flat: Flat) -> None:
+    def before_send_written(self, flat: Flat) -> None:
+        """Wait until no gather sends what is sent of ``flat``, which is about to be written."""
         self._finish_gathers()
         if flat.needs_gather:
             self._comm.reclaim(flat.sent, Tag(self._last_gather.step, "step", self.label))
@@ -277,7 +274,7 @@ class Unit:
             for flat in self.flats:
                 end = begin + flat.full_bytes
                 flat.mark(valid=False)
-                flat.attach(memory[begin:end].view(flat.dtypes.compute), self._arrivals_of(flat))
+                flat.attach(memory[begin:end].view(flat.dtypes.compute))
                 begin += aligned(flat.full_bytes)
 
     # --- what goes in and out --------------------------------------------------------------------
@@ -320,14 +317,10 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def _arrivals_of(self, flat: Flat) -> Callable[[int], None]:
-        position = self.flats.index(flat)
-
-        def leaf_grad_arrived(segment: int) -> None:
-            self.fired.add((position, segment))
-            self.leaf_grad_arrived(self)
-
-        return leaf_grad_arrived
+    def leaf_grad_arrived(self, flat: Flat, segment: int) -> None:
+        """A leaf has its gradient."""
+        self.fired.add((flat, segment))
+        flat.schedule.backward.leaf_grad_arrived(self)
 
     @property
     def trained_count(self) -> int:

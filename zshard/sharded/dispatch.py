@@ -176,7 +176,7 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
 
 
 def _remedy(param: Sharded) -> str:
-    label = param.flat.unit_label
+    label = param.flat.unit.label
     unit = (
         f"is used outside the module of its unit {label!r}: make the module that "
         "uses it a unit (zshard.wrap(units=...))"

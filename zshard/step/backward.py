@@ -66,8 +66,6 @@ class Backward:
         self._alone = True  # whether no other model had its backward meanwhile
         self._agreement.before_meeting = self._bring_others_back
         self._reducer.on_strayed = self._agreement.expect_other_ways
-        for unit in self._units:
-            unit.leaf_grad_arrived = self._leaf_grad_arrived
 
     def reached(self, unit: Unit, index: int, forward: Forward, grad: torch.Tensor) -> None:
         """``grad`` has reached an output of ``unit``: its backward is about to run.
@@ -192,7 +190,8 @@ class Backward:
         passed = [u.index for u in units if not any(f.full.will_be_reached() for f in u.flats)]
         return " ".join(map(str, passed))
 
-    def _leaf_grad_arrived(self, unit: Unit) -> None:
+    def leaf_grad_arrived(self, unit: Unit) -> None:
+        """A gradient of a leaf of ``unit`` is there."""
         self._begin(f"{unit.index}")
         if self._reduces and self._agreement.has_reduced(unit):
             self._schedule.reset(Ending.STRAYED)

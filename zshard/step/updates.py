@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -59,8 +58,6 @@ class Updates:
         self._noted: dict[str, object] = {}  # since the last check, for errors
         self._agreed = self._before = NOTHING  # up to the last check and the one before
         self._checks = 0
-        for flat in self._flats:
-            flat.on_whole_value = partial(self._note_value, flat)
 
     def note(self, what: str, value: object, *, of_gradients: bool = False) -> None:
         """Note a value that changes parameters or gradients, and that all ranks have to give alike.
@@ -84,7 +81,8 @@ class Updates:
             checksum = f"{zlib.crc32(repr(values).encode()):08x}"
             self.note(f"{what} (by checksum)", checksum, of_gradients=of_gradients)
 
-    def _note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
+    def note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
+        """Note that parameter ``index`` of ``flat`` got its part of ``whole``."""
         if self._comm.world > 1:
             seen = digest(whole.to(flat.dtypes.master))
             self.note(f"the values of {flat.names[index]} (by checksum)", seen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ from .storage import shares, storage_of
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
+    from ..unit import Unit
 
 
 class Flat:
@@ -30,12 +31,13 @@ class Flat:
     S is the size of a shard, O that of the range this rank owns: its shard, or everything.
 
     Attributes:
+        unit: whose it is; schedule: that runs it. Both are set as they take it over.
         shard: the range of this rank's shard; owned: the range that it updates.
         master: (O,), the authority.
-        grads: the reduced gradients of the owned range, in the reduce dtype.
+        grads: of the owned range, reduced or held back by no_sync.
         resident: (N * S,) compute dtype, the full buffer where that stays in memory; else None.
         full: what is there of the whole parameters while they are gathered.
-        sent: this rank's part of what the collective gathers, likewise.
+        sent: (bytes,) uint8, this rank's part of what the collective gathers.
         params: the sharded parameters; ``full.leaves`` are the whole ones.
         trained: of each parameter, whether it requires a gradient; alike at first, as the unit map
             puts them together, but users may freeze and unfreeze single ones.
@@ -57,8 +59,8 @@ class Flat:
     ) -> None:
         self.all_names = tuple(all_names)  # tied parameters have several
         self.names = tuple(names[0] for names in all_names)
-        self.unit_label = ""  # set by the unit
-        self.schedule: Schedule  # set by the schedule that takes the unit over
+        self.unit: Unit
+        self.schedule: Schedule
         self.dtypes, self.strategy, self.device = dtypes, strategy, device
         self.trained = [param.requires_grad for param in params]
         self.hooks = [ParamHooks(param) for param in params]
@@ -66,14 +68,6 @@ class Flat:
         self.shard = self.layout.shard(comm.rank)
         self.owned = self.layout.whole if strategy.replicated else self.shard
         self._locals = tuple(self.layout.local(i, self.owned) for i in range(len(params)))
-        # The schedule's: called before a parameter is frozen or unfrozen.
-        self.before_set_trained: Callable[[str], None] = lambda name: None
-        # The agreement's: called before the master is written, which other ranks may still need.
-        self.before_change: Callable[[], None] = lambda: None
-        # The unit's: called before what a gather under way may be sending is written.
-        self.before_send_written: Callable[[], None] = lambda: None
-        # Updates': called when a parameter has got a value that all ranks have to give alike.
-        self.on_whole_value: Callable[[int, torch.Tensor], None] = lambda index, whole: None
         self.version = 0  # of the master's values: how often they were changed
         self.resident: torch.Tensor | None = None
         self.master = self._allocate(params, lent, stays=strategy.resident or not self.needs_gather)
@@ -84,7 +78,13 @@ class Flat:
             Sharded(None if dtypes.split else self.master.read(a, b), self, i, is_param=True)
             for i, (a, b, _) in enumerate(self._locals)
         ]
-        self.full = FullBuffer(self.layout.segments, self.params, self.trained, self.hooks)
+        self.full = FullBuffer(
+            self.layout.segments,
+            self.params,
+            self.trained,
+            self.hooks,
+            lambda index: self.unit.leaf_grad_arrived(self, index),
+        )
 
     def _allocate(
         self, params: Sequence[torch.Tensor], lent: torch.Tensor | None, *, stays: bool
@@ -154,9 +154,9 @@ class Flat:
 
     # --- the full buffer -------------------------------------------------------------------------
 
-    def attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
+    def attach(self, memory: torch.Tensor) -> None:
         """Make ``memory`` (N * S,) the full buffer, which holds no values of it yet."""
-        self.full.attach(memory, leaf_grad_arrived)
+        self.full.attach(memory)
         self.mark(valid=False)
 
     def mark(self, *, valid: bool) -> None:
@@ -176,7 +176,7 @@ class Flat:
         Raises:
             StateError: inside a forward or backward; if no_sync holds a gradient of it.
         """
-        self.before_set_trained(self.names[index])
+        self.schedule.backward.before_set_trained(self.names[index])
         if self.grads.is_held_back(index):
             self.grads.before_access(index)
         self.trained[index] = value
@@ -197,7 +197,7 @@ class Flat:
     def refresh_send(self) -> None:
         """Update what is sent, if the master is newer."""
         if self.master.stale:
-            self.before_send_written()
+            self.unit.before_send_written(self)
         self.master.refresh()
 
     def before_write(self) -> None:
@@ -206,8 +206,8 @@ class Flat:
         Raises:
             MismatchError: on every rank, if others do not come to a change of parameters.
         """
-        self.before_change()
-        self.before_send_written()
+        self.schedule.agreement.settle()  # other ranks may still need the values
+        self.unit.before_send_written(self)  # as may a gather under way
 
     def before_slices(self, storages: set[int]) -> None:
         """Prepare for writes to parts of some storages: the master's, the gradients', or others."""
@@ -223,7 +223,7 @@ class Flat:
     def took(self, target: Sharded, whole: torch.Tensor) -> None:
         """Note that ``target``, a parameter or something else, got its part of ``whole``."""
         if target._local is None or self._has_master({storage_of(target._local)}):
-            self.on_whole_value(target.segment, whole)
+            self.schedule.updates.note_value(self, target.segment, whole)
 
     def _has_master(self, storages: set[int]) -> bool:
         return self.master.values is not None and storage_of(self.master.values) in storages

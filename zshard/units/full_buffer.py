@@ -46,6 +46,7 @@ class FullBuffer:
         params: Sequence[Sharded],
         trained: Sequence[bool],
         hooks: Sequence[ParamHooks],
+        leaf_grad_arrived: Callable[[int], None],
     ) -> None:
         self._segments, self._params, self._trained, self._hooks = segments, params, trained, hooks
         self.base: torch.Tensor | None = None
@@ -53,16 +54,16 @@ class FullBuffer:
         self.leaves: list[Parameter] = []
         self._marked = 0  # the version counter of `base` as we last set it
         self._watched: set[int] = set()  # leaves that call at their gradient
-        self._leaf_grad_arrived: Callable[[int], None] = lambda index: None  # the unit's
+        self._leaf_grad_arrived = leaf_grad_arrived
         self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
 
-    def attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
+    def attach(self, memory: torch.Tensor) -> None:
         """Make ``memory`` (N * S,) the full buffer, and new leaves as views of it; to be marked."""
         # Leaves outlive a first use under inference_mode, so they are made outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            self._attach(memory, leaf_grad_arrived)
+            self._attach(memory)
 
-    def _attach(self, memory: torch.Tensor, leaf_grad_arrived: Callable[[int], None]) -> None:
+    def _attach(self, memory: torch.Tensor) -> None:
         # Two aliases of one memory: the collective writes `recv`, whose version counter nobody
         # looks at; see [Note: the version counter guards a gathered buffer] for `base`'s.
         self.recv = _alias(memory).view(torch.uint8)
@@ -70,7 +71,6 @@ class FullBuffer:
         self.leaves = []
         self._watched.clear()
         self._accumulators = None
-        self._leaf_grad_arrived = leaf_grad_arrived
         for index, segment in enumerate(self._segments):
             leaf = Parameter(segment.view_of(self.base), requires_grad=self._trained[index])
             self.leaves.append(leaf)
