@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Callable
 
 import models
@@ -286,23 +284,3 @@ def test_ranks_that_wrap_with_different_options_are_told_which() -> None:
         ours, theirs = message.split("different options: precision: ")[1].split("; ")
         assert ours.startswith("Precision(compute=None") and ours.endswith("on ranks [0]")
         assert theirs.startswith("Precision(compute=torch.bf") and theirs.endswith("on ranks [1]")
-
-
-def dropped_model(rank: int, world_size: int) -> bool:
-    model, _ = pair()
-    optimizer = zshard.AdamW(model.parameters())
-    handle = model.inlet.weight.register_hook(lambda grad: grad)
-    for step in range(2):
-        models.loss_of(model, batch(rank, step)).backward()
-        zshard.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    gone = weakref.ref(model), weakref.ref(model.blocks[0].up.weight)
-    del model, optimizer, handle
-    gc.collect()
-    return all(reference() is None for reference in gone)
-
-
-def test_a_model_that_nobody_holds_is_freed() -> None:
-    assert dropped_model(0, 1)
-    assert run_ranks(dropped_model, 2) == [True, True]

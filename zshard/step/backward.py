@@ -67,8 +67,8 @@ class Backward:
         self._agreement.before_meeting = self._bring_others_back
         self._reducer.on_strayed = self._agreement.expect_other_ways
 
-    def reached(self, unit: Unit, index: int, forward: Forward, grad: torch.Tensor) -> None:
-        """``grad`` has reached an output of ``unit``: its backward is about to run.
+    def reached(self, unit: Unit, index: int, forward: Forward) -> None:
+        """A gradient has reached an output of ``unit``, whose backward is about to run.
 
         Args:
             index: of the output among the unit's; forward: that it came from.

@@ -13,6 +13,7 @@ unit inside is what the root's around it is; or it is alone, outside of any call
 from __future__ import annotations
 
 import sys
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ..containers import cast_floating
-from ..errors import CommError, MismatchError
+from ..errors import CommError, MismatchError, StateError
 from ..hooks import ModuleHook
 from ..phase import Phase, calls_under_way, inside_backward
 from ..unit import State, Unit
@@ -226,9 +227,26 @@ class ForwardHooks:
         """Hook ``output``, so that backward announces itself there; whether it can be hooked."""
         own = unit.passage.leave(output)
         for index, tensor in enumerate(own):
-            reached = partial(self._backward.reached, unit, index, self._backward.forwards.current)
-            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+            self._announce(tensor, unit, index)
         return bool(own)
+
+    def _announce(self, tensor: torch.Tensor, unit: Unit, index: int) -> None:
+        """Hook ``tensor``, output ``index`` of ``unit``."""
+        # A model may keep its own output, and what autograd holds the garbage collector cannot see:
+        # a hook that held the model would keep it for ever.
+        weak, forward = weakref.ref(self), self._backward.forwards.current
+        number, label, whole_stays = unit.index, unit.label, unit.strategy.resident
+
+        def reached(grad: torch.Tensor) -> None:
+            if (hooks := weak()) is not None:
+                hooks._backward.reached(hooks._units[number], index, forward)
+            elif not whole_stays:
+                raise StateError(
+                    f"backward has come to unit {label!r} of a model that was deleted, with its "
+                    "parameters. Keep the model until the backward through it has ended."
+                )
+
+        tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def _is_nested(self) -> bool:
         """Whether the model calls itself in a forward that is under way."""

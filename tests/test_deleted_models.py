@@ -1,0 +1,90 @@
+"""A wrapped model that nobody holds is freed, and what a backward finds that comes after it."""
+
+import gc
+import weakref
+
+import models
+import pytest
+import torch
+from models import Blocks
+from ranks import run_ranks
+from steps import batch
+
+import zshard
+
+
+def dropped_model(rank: int, world_size: int) -> bool:
+    model = zshard.wrap(Blocks())
+    optimizer = zshard.AdamW(model.parameters())
+    handle = model.inlet.weight.register_hook(lambda grad: grad)
+    for step in range(2):
+        models.loss_of(model, batch(rank, step)).backward()
+        zshard.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    gone = weakref.ref(model), weakref.ref(model.blocks[0].up.weight)
+    del model, optimizer, handle
+    gc.collect()
+    return all(reference() is None for reference in gone)
+
+
+def test_a_model_that_nobody_holds_is_freed() -> None:
+    assert dropped_model(0, 1)
+    assert run_ranks(dropped_model, 2) == [True, True]
+
+
+KEEPERS = {
+    "the model its loss": lambda model, block, loss: model.__dict__.update(kept=loss),
+    "the model a unit's output": lambda model, block, loss: model.__dict__.update(kept=block),
+    "a unit its output": lambda model, block, loss: model.blocks[0].__dict__.update(kept=block),
+}
+
+
+def model_with_a_graph(rank: int, world_size: int, keeper: str) -> bool:
+    model = zshard.wrap(Blocks())
+    outputs: list[torch.Tensor] = []
+    handle = model.blocks[0].register_forward_hook(lambda m, args, out: outputs.append(out))
+    loss = models.loss_of(model, batch(rank, 0))
+    KEEPERS[keeper](model, outputs.pop(), loss)
+    loss.backward()
+    gone = weakref.ref(model)
+    del model, handle, loss
+    gc.collect()
+    return gone() is None
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_model_that_keeps_a_part_of_its_graph_is_freed_as_well(keeper: str) -> None:
+    assert model_with_a_graph(0, 1, keeper)
+    assert run_ranks(model_with_a_graph, 2, keeper) == [True, True]
+
+
+def input_gradient(rank: int, world_size: int, strategy: str) -> torch.Tensor | str:
+    """Of a model that is deleted between forward and backward."""
+    torch.manual_seed(0)
+    model = Blocks()
+    if strategy != "plain":
+        zshard.wrap(model, strategy=strategy)
+    x = batch(rank, 0).requires_grad_()
+    loss = model(x).sum()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    try:
+        loss.backward()
+    except zshard.StateError as error:
+        return str(error)
+    return x.grad
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+def test_a_backward_outlives_its_model_where_whole_parameters_stay(strategy: str) -> None:
+    expected = run_ranks(input_gradient, 2, "plain")
+    for found, plain in zip(run_ranks(input_gradient, 2, strategy), expected, strict=True):
+        assert torch.equal(found, plain)
+
+
+def test_a_backward_whose_model_was_deleted_with_its_parameters_is_refused() -> None:
+    for message in (input_gradient(0, 1, "zero3"), *run_ranks(input_gradient, 2, "zero3")):
+        assert "a model that was deleted" in message
