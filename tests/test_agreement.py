@@ -1,4 +1,4 @@
-"""Ranks that run different units, in other orders, or other phases: right results, or errors."""
+"""Ranks that run different units, in other orders, or other passes: right results, or errors."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def forward_meetings(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-# --- different phases ----------------------------------------------------------------------------
+# --- different passes ----------------------------------------------------------------------------
 
 
 def different_phases(rank: int, world_size: int, what: str) -> str:

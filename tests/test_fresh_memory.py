@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zshard
-from zshard.wrapping.heap import keep_freed
+from zshard.wrapping.malloc import keep_freed
 
 STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 LARGE = 1 << 20  # bytes: of every unit's shards, whole parameters and gradients, but of no output
@@ -181,8 +181,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What glibc is asked for, in a process that has wrapped no model yet."""
     calls: list[tuple[int, int]] = []
     libc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)))
-    monkeypatch.setattr("zshard.wrapping.heap.ctypes.CDLL", lambda _: libc)
-    monkeypatch.setattr("zshard.wrapping.heap._kept", 0)
+    monkeypatch.setattr("zshard.wrapping.malloc.ctypes.CDLL", lambda _: libc)
+    monkeypatch.setattr("zshard.wrapping.malloc._kept", 0)
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     return calls

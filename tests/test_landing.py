@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zshard
 from zshard import ops
-from zshard.step import flight
+from zshard.step import pending_reduction
 from zshard.transports import groups
 from zshard.wrap import schedule_of
 
@@ -37,11 +37,11 @@ def sums_seen(seen: list[tuple[bool, bool]]) -> Iterator[None]:
         seen.append((chunks.data_ptr() == acc.data_ptr(), accumulate))
         plain(acc, chunks, scale, accumulate, stats)
 
-    flight.ops.reduce_ = noting
+    pending_reduction.ops.reduce_ = noting
     try:
         yield
     finally:
-        flight.ops.reduce_ = plain
+        pending_reduction.ops.reduce_ = plain
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

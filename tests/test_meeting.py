@@ -12,7 +12,7 @@ from ranks import run_ranks
 from steps import batch
 
 import zshard
-from zshard.step.meeting import Ask, Meetings, Message
+from zshard.step.meeting import Intent, Meetings, Message
 from zshard.tag import Tag
 
 
@@ -52,8 +52,8 @@ def test_models_may_be_collected_at_any_moment_of_a_meeting() -> None:
             gc.set_threshold(threshold, 1, 1)
             for _ in range(30):
                 meetings.join(Member())
-                (told,) = meetings.meet(Alone(), Message(number, Ask.CALL), "it", 0)
-                assert (told.model, told.ask) == (number, Ask.CALL)
+                (told,) = meetings.meet(Alone(), Message(number, Intent.CALL), "it", 0)
+                assert (told.model, told.intent) == (number, Intent.CALL)
     finally:
         gc.set_threshold(*before)
 

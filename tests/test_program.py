@@ -5,8 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
 
+import zshard
+from zshard.schedule import LIVE
 from zshard.step.program import Op, Turn, learn
+from zshard.tag import Tag
 
 
 def gathers(units: str) -> list[Turn]:
@@ -63,3 +69,61 @@ def test_any_needs_are_contained_in_the_program_that_is_learned_of_them(seed: in
         rest = iter(program)
         assert all(turn in rest for turn in sequence)
     assert [turn for turn in program if turn.op is Op.REDUCE] == turns("AB")
+
+
+class Chain(nn.Module):
+    """A root with a head of its own around three units, the middle of which may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.units
+        return self.head(c(a(x) if self.skips else b(a(x))))
+
+
+NAMES = {"root": "r", "units.0": "a", "units.1": "b", "units.2": "c"}
+
+
+def example(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """What forward and backward of each step issue; rank 1 skips b in the last."""
+    model = zshard.wrap(Chain())
+    optimizer = zshard.AdamW(model.parameters())
+    issued: list[str] = []
+
+    def note(op: str, tag: Tag) -> None:
+        if op == "agree":
+            issued.append("meet")
+        elif op in ("all_gather", "reduce_scatter"):
+            issued.append(f"{tag.phase} {NAMES[tag.unit]}")
+
+    next(iter(LIVE)).comm.interpose = note
+    steps = []
+    for step in range(3):
+        model.skips = (rank, step) == (1, 2)
+        loss = model(torch.ones(2, 4)).sum()
+        forward = len(issued)
+        loss.backward()
+        steps.append((", ".join(issued[:forward]), ", ".join(issued[forward:])))
+        optimizer.step()
+        issued.clear()
+    return steps
+
+
+def test_the_example_in_the_note_is_what_happens() -> None:
+    ranks = run_ranks(example, 2)
+    for first, second, last in ranks:
+        assert first == (
+            "meet, meet, gather r, meet, gather a, meet, gather b, meet, gather c, meet",
+            "meet, meet, reduce c, meet, gather b, meet, reduce b, meet, gather a, meet, reduce a, "
+            "meet, reduce r",
+        )
+        assert second == (
+            "meet, gather r, gather a, gather b, gather c",
+            "meet, gather b, reduce c, gather a, reduce b, reduce a, reduce r",
+        )
+        assert last[0] == second[0]
+        assert last[1].startswith("meet, meet, reduce c, meet, gather b, gather a, meet, ")

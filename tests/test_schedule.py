@@ -13,8 +13,8 @@ from steps import batch, build, one_step
 from torch import Tensor
 
 import zshard
-from zshard.phase import Phase
 from zshard.tag import Tag
+from zshard.training_state import TrainingState
 from zshard.unit import State
 from zshard.wrap import schedule_of
 
@@ -155,15 +155,15 @@ def test_a_transition_that_the_table_does_not_list_is_refused_by_name() -> None:
 
 
 def test_a_phase_that_cannot_follow_another_is_refused_by_name() -> None:
-    crew = schedule_of(build()).crew
-    crew.turn_to(Phase.FORWARD)
+    executor = schedule_of(build()).executor
+    executor.enter_state(TrainingState.FORWARD)
     with pytest.raises(zshard.StateError, match=r"FORWARD .*cannot begin.*in the root's forward"):
-        crew.turn_to(Phase.FORWARD)
-    crew.turn_to(Phase.BACKWARD)
+        executor.enter_state(TrainingState.FORWARD)
+    executor.enter_state(TrainingState.BACKWARD)
     with pytest.raises(zshard.StateError, match=r"FORWARD .*cannot begin.*in a backward"):
-        crew.turn_to(Phase.FORWARD)
-    crew.turn_to(Phase.IDLE)
-    assert crew.phase is Phase.IDLE
+        executor.enter_state(TrainingState.FORWARD)
+    executor.enter_state(TrainingState.IDLE)
+    assert executor.state is TrainingState.IDLE
 
 
 def delay(device: str, delays: random.Random) -> None:

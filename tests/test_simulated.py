@@ -277,7 +277,7 @@ def test_whatever_a_script_does_between_wrap_and_step_works(strategy: str, mesh:
             mesh=init_device_mesh("cpu", (4, 4)) if mesh == "hsdp" else dist.group.WORLD,
         )
         schedule = schedule_of(model)
-        assert schedule.comm.size == (4 if mesh == "hsdp" else 16) and schedule.comm.place == 5
+        assert schedule.comm.size == (4 if mesh == "hsdp" else 16) and schedule.comm.world_rank == 5
         optimizer = zshard.AdamW(model.parameters())
         scaler = zshard.GradScaler("cpu", init_scale=8.0)
         batch = models.batches("blocks", 1)[0]

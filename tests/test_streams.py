@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 from zshard import streams
-from zshard.step import flight
+from zshard.step.pending_reduction import PendingReduction
 from zshard.transports import symmetric
 
 pytestmark = pytest.mark.usefixtures("over_the_group")  # GPUs go over it, unless told otherwise
@@ -88,7 +88,7 @@ def over_symmetric(
         here = lambda device: torch.cuda.current_stream(device).record_event()  # noqa: E731
         monkeypatch.setattr(symmetric, "mark_here", here)
         if lost:
-            monkeypatch.setattr(flight.Flight, "leaves_free", lambda self, route: True)
+            monkeypatch.setattr(PendingReduction, "leaves_free", lambda self, route: True)
         options = {"strategy": strategy, "comm": "peer"}
         return training(rank, world_size, options, replicas)
 
@@ -135,18 +135,21 @@ def waited_for(rank: int, world_size: int, comm: str) -> list[int]:
     take(Double())
     waits: list[int] = [0]
     with modelled({"comm": comm}) as (_, trained), pytest.MonkeyPatch.context() as monkeypatch:
-        land, pack = flight.Flight.land, flight.Flight.__init__
+        land, pack = (
+            PendingReduction.land,
+            PendingReduction.__init__,
+        )
 
-        def begin(self: flight.Flight, *args: object) -> None:
+        def begin(self: PendingReduction, *args: object) -> None:
             waits.append(0)
             pack(self, *args)
 
-        def wait(self: flight.Flight) -> None:
+        def wait(self: PendingReduction) -> None:
             waits[-1] += 1
             land(self)
 
-        monkeypatch.setattr(flight.Flight, "__init__", begin)
-        monkeypatch.setattr(flight.Flight, "land", wait)
+        monkeypatch.setattr(PendingReduction, "__init__", begin)
+        monkeypatch.setattr(PendingReduction, "land", wait)
         one_step(trained, rank, 0)
     return waits
 
@@ -200,7 +203,7 @@ def careless(rank: int, world_size: int, lost: str) -> list[str]:
     """Train where a function of zshard.streams does nothing."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if lost == "compute_waits":
-            for module in ("transports.handle", "step.flight"):
+            for module in ("transports.handle", "step.pending_reduction"):
                 monkeypatch.setattr(f"zshard.{module}.compute_waits", lambda mark: None)
         else:
             on = lambda lane: torch.cuda.stream(lane.stream)  # noqa: E731

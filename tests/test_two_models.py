@@ -1,4 +1,4 @@
-"""Several models or losses in one script, and what else it communicates between phases."""
+"""Several models or losses in one script, and what else it communicates between passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Router(Blocks):
 
 
 def student_and_teacher(rank: int, world_size: int, own: bool) -> list[bool]:
-    """Losses equal to DDP's; with ``own`` the script averages its loss between the phases."""
+    """Losses equal to DDP's; with ``own`` the script averages its loss between the passes."""
     sides = []
     for is_wrapped in (True, False):
         torch.manual_seed(0)

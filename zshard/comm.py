@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import CommError, Error
-from .phase import require_untransformed
 from .streams import Lane
 from .tag import Tag
 from .tracing.records import Transfer
 from .tracing.trace import Trace
+from .training_state import require_untransformed
 from .transports.counters import CommStats
 from .transports.groups import Ranks
 from .transports.handle import Handle
@@ -94,12 +94,12 @@ class Comm:
         return self.shards.rank
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """All ranks that train the model: shards times replicas."""
         return self.shards.size * self.replicas.size
 
     @property
-    def place(self) -> int:
+    def world_rank(self) -> int:
         """This rank's place among all of them, replica by replica."""
         return self.replicas.rank * self.shards.size + self.shards.rank
 
@@ -221,7 +221,7 @@ class Comm:
         """Note that the host was held up ``since`` then, if it is what reads shared memory."""
         self.stats.exposed_seconds += time.perf_counter() - since
         if self.trace is not None and self.shards.read_by_waiter:
-            self.trace.resume(self.trace.hold(op, tag, transfer, since))
+            self.trace.end_stall(self.trace.begin_stall(op, tag, transfer, since))
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
         """Replace ``value`` by that of the first of all ranks, in place."""
@@ -231,8 +231,8 @@ class Comm:
                 over.broadcast(value)
 
     def all_gather_words(self, words: Sequence[int], tag: Tag) -> list[list[int]]:
-        """Every rank's ``words`` (equally many), in the order of ``place``; the host waits."""
-        if self.world == 1:
+        """Every rank's ``words`` (equally many), in the order of ``world_rank``; the host waits."""
+        if self.world_size == 1:
             return [list(words)]
         require_untransformed()
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
@@ -243,7 +243,7 @@ class Comm:
         return mine.view(-1, len(words)).tolist()
 
     def all_gather_object(self, value: object, tag: Tag) -> list[object]:
-        """Every rank's ``value``, in the order of ``place``. For set-up, not for steps."""
+        """Every rank's ``value``, in the order of ``world_rank``. For set-up, not for steps."""
         everyone = [value]
         for over in self.axes:
             with self._at_once("all_gather_object", 0, tag, over):
@@ -291,9 +291,9 @@ class Comm:
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
         if self.left:
             raise CommError(
-                f"rank {self.place} of {self.world}: {op} in {tag} is refused: {self.left}, which "
-                "left that collective half done, and the other ranks would mistake this one for "
-                "it. Start the processes anew, from the last checkpoint."
+                f"rank {self.world_rank} of {self.world_size}: {op} in {tag} is refused: "
+                f"{self.left}, which left that collective half done, and the other ranks would "
+                "mistake this one for it. Start the processes anew, from the last checkpoint."
             )
         self.stats.calls[op] += 1
         self.stats.sent_bytes[op] += sent

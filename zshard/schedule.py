@@ -8,15 +8,15 @@ reaches a unit's output: reshard the unit before, wait, start the gather of the 
 order, compute; as its last gradient is there: reshard, pack, reduce. At the end: reduce what is
 left. What comes next is known from the last time, see [Note: one agreed order]. In the code:
 
-    a unit's forward    ForwardHooks._pre_forward: Schedule.obtain (Agreement.need -> Crew.gather ->
-                        Unit.gather -> Comm.all_gather; Crew.wait; Unit.install), and
-                        Agreement.look_ahead, which gathers the next unit
-    after it            ForwardHooks._post_forward: Crew.release -> Unit.reshard
+    a unit's forward    ForwardHooks._pre_forward: Schedule.obtain (Agreement.need ->
+                        Executor.gather -> Unit.gather -> Comm.all_gather; Executor.wait;
+                        Unit.install), and Agreement.look_ahead, which gathers the next unit
+    after it            ForwardHooks._post_forward: Executor.release -> Unit.reshard
     backward is there   Backward.reached, a hook of the unit's outputs: as before a forward
     its last gradient   FullBuffer's hooks of leaves -> Unit.leaf_grad_arrived ->
-                        Backward.leaf_grad_arrived: Agreement.ready -> Crew.reduce ->
-                        Reducer.reduce -> Flight
-    end of backward     Backward._finish -> Reducer.finish; Reducer.settle where anybody asks
+                        Backward.leaf_grad_arrived: Agreement.ready -> Executor.reduce ->
+                        Reducer.reduce -> PendingReduction
+    end of backward     Backward._finish -> Reducer.finish; Reducer.read_outcome where anybody asks
     step                FusedOptimizer.step: Batch -> ops.adamw_; Flat.updated; Schedule.renew
 """
 
@@ -32,19 +32,19 @@ from torch import nn
 from .comm import Comm
 from .errors import StateError
 from .param import Sharded
-from .phase import Phase
 from .precision import Precision
 from .step.agreement import Agreement
 from .step.backward import Backward
 from .step.buffers import Buffers
-from .step.crew import Crew
+from .step.executor import Executor
 from .step.forward import ForwardHooks
-from .step.meeting import Ask
+from .step.meeting import Intent
 from .step.methods import Methods
 from .step.outcome import Ending
 from .step.reduction import Reducer
 from .step.updates import Updates
 from .structure import Structure
+from .training_state import TrainingState
 from .unit import State, Unit
 from .units.pool import Pool
 
@@ -74,8 +74,8 @@ class Schedule:
         self.reducer = Reducer(units, comm, pool, device)
         self.buffers = Buffers(model, comm)
         self.structure = Structure(model)
-        self.crew = Crew(units, comm, self.reducer)
-        self.agreement = Agreement(units, comm, prefetch, self.crew, self.reset)
+        self.executor = Executor(units, comm, self.reducer)
+        self.agreement = Agreement(units, comm, prefetch, self.executor, self.reset)
         self.whole = False  # True inside full_params: the modules hold whole parameters
         # Why the parameters hold no valid values, and the remedy; alike on every rank. "" if valid.
         self.unusable = ""
@@ -93,11 +93,11 @@ class Schedule:
     def obtain(self, unit: Unit) -> None:
         """Gather ``unit``, wait, and put its whole parameters into the modules."""
         # In backward the old values stay, so that autograd refuses the graph that was made of them.
-        if unit.outdated and self.crew.phase is not Phase.BACKWARD:
-            self.crew.reshard(unit)
-        if unit.state is State.SHARDED or unit in self.agreement.ahead:
+        if unit.outdated and self.executor.state is not TrainingState.BACKWARD:
+            self.executor.reshard(unit)
+        if unit.state is State.SHARDED or unit in self.agreement.prefetched:
             self.agreement.need(unit)
-        self.crew.wait(unit)
+        self.executor.wait(unit)
         unit.install()
         unit.in_use = True
 
@@ -111,14 +111,14 @@ class Schedule:
         if self.backward.raised:
             self.reset()
         for unit in due:
-            self.crew.reshard(unit)
+            self.executor.reshard(unit)
             if unit.strategy.replicated:  # every rank has made the same update
-                self.crew.gather(unit)
+                self.executor.gather(unit)
         due = [unit for unit in due if unit.state is State.SHARDED]
         if not due:
             return
         about = " ".join(unit.label for unit in due)
-        self.agreement.begin(Ask.RENEW, about, "a gather of updated parameters")
+        self.agreement.begin(Intent.RENEW, about, "a gather of updated parameters")
         for unit in due:
             if unit.state is State.SHARDED:  # not gathered for another rank's sake meanwhile
                 self.agreement.need(unit)
@@ -140,8 +140,8 @@ class Schedule:
         self.backward.abandon(ending)
         self.reducer.abandon()
         self.agreement.abandon()
-        self.crew.release_all()
-        self.crew.turn_to(Phase.IDLE)
+        self.executor.release_all()
+        self.executor.enter_state(TrainingState.IDLE)
 
     # --- what may be called now ------------------------------------------------------------------
 
@@ -173,13 +173,13 @@ class Schedule:
             self.require_values(what)
         if self.backward.raised:
             self.reset()
-        if self.crew.phase is not Phase.IDLE:
+        if self.executor.state is not TrainingState.IDLE:
             raise StateError(
                 f"{what} can only be called between steps, and the model is "
-                f"{self.crew.phase.value}. If an exception has left it there, call "
+                f"{self.executor.state.value}. If an exception has left it there, call "
                 "zshard.reset(model) first."
             )
         tally = self.updates.tally()
-        messages = self.agreement.begin(Ask.CALL, what, what, gathers=False, tally=tally)
+        messages = self.agreement.begin(Intent.CALL, what, what, gathers=False, tally=tally)
         if not unusable_ok:
             self.updates.check([message.tally for message in messages])

@@ -25,8 +25,8 @@ from .tag import Tag
 from .transports.handle import Handle
 from .unitmap import UnitSpec
 from .units.flat import Flat
-from .units.passage import Passage, lying_in
-from .units.place import Place
+from .units.forward_io import ForwardIO, lying_in
+from .units.param_site import ParamSite
 from .units.pool import Pool, Slot
 
 
@@ -62,16 +62,16 @@ class Unit:
         parent: Unit | None,
         strategy: Strategy,
         flats: Sequence[Flat],
-        places: Sequence[Place],
+        sites: Sequence[ParamSite],
         comm: Comm,
         pool: Pool,
     ) -> None:
         self.name, self.module = spec.name, spec.module
         self.index, self.parent, self.strategy = index, parent, strategy
-        self.flats, self.places = tuple(flats), tuple(places)
+        self.flats, self.sites = tuple(flats), tuple(sites)
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
-        self.passage = Passage()  # of the forward under way
+        self.forward_io = ForwardIO()  # of the forward under way
         self.fired: set[tuple[Flat, int]] = set()  # leaves with their gradient of this backward
         self.last_hook = 0  # id of the forward hook that ends the module's forward
         self._comm, self._pool = comm, pool
@@ -80,7 +80,7 @@ class Unit:
         self._installed = False  # whether the modules hold the whole parameters
         self._gathers: list[Handle] = []
         self._last_gather = Tag(0, "gather", self.label)
-        self._holds: list[int] = []  # Flat.version of the values being, or last, gathered
+        self._gathered_versions: list[int] = []  # of the flats, as they were gathered last
         # zero3 at N > 1: the full buffer is the pool's, for as long as the unit is gathered.
         self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
         for flat in self.flats:
@@ -126,7 +126,8 @@ class Unit:
     def outdated(self) -> bool:
         """Whether the unit is gathered with values that the master no longer has."""
         return self.state is not State.SHARDED and any(
-            version != flat.version for version, flat in zip(self._holds, self.flats, strict=True)
+            version != flat.version
+            for version, flat in zip(self._gathered_versions, self.flats, strict=True)
         )
 
     def gather(self, tag: Tag, *, move: bool) -> None:
@@ -137,9 +138,9 @@ class Unit:
         """
         self._last_gather = tag
         if self._needs_slot:
-            self._settle(move)
+            self._acquire_slot(move)
         self._enter(State.GATHERING)
-        self._holds = [flat.version for flat in self.flats]
+        self._gathered_versions = [flat.version for flat in self.flats]
         for flat in self.flats:
             flat.refresh_send()
             if flat.needs_gather:
@@ -174,21 +175,21 @@ class Unit:
         """Put the whole parameters into the modules, for a forward or a recomputation."""
         if not self._installed:
             self.require_parameters()  # before any of the modules is changed
-            for place in self.places:
-                place.install(self.flats[place.flat].full.leaf(place.segment))
+            for site in self.sites:
+                site.install(self.flats[site.flat].full.leaf(site.segment))
             self._installed = True
 
     def uninstall(self) -> None:
         """Put the sharded parameters back; between forward and backward, memory may stay."""
-        self.passage.forget()
+        self.forward_io.forget()
         if self._installed:
-            self.hold([flat.full.given_back() for flat in self.flats])
+            self.put_params([flat.full.given_back() for flat in self.flats])
             self._installed = False
 
-    def hold(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
+    def put_params(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
         """Put ``params``, by flat and segment, into the modules."""
-        for place in self.places:
-            place.install(params[place.flat][place.segment])
+        for site in self.sites:
+            site.install(params[site.flat][site.segment])
 
     def require_parameters(self) -> None:
         """Make sure that the modules hold the sharded parameters.
@@ -196,8 +197,8 @@ class Unit:
         Raises:
             StateError: with the first that was replaced.
         """
-        for place in self.places:
-            place.require(self.flats[place.flat])
+        for site in self.sites:
+            site.require(self.flats[site.flat])
 
     def check_unwritten(self) -> None:
         """Make sure that forward has not written to a whole parameter.
@@ -245,7 +246,7 @@ class Unit:
         if flat.needs_gather:
             self._comm.reclaim(flat.sent, Tag(self._last_gather.step, "step", self.label))
 
-    def _settle(self, move: bool) -> None:
+    def _acquire_slot(self, move: bool) -> None:
         """Own the home slot, or a new home; see [Note: a unit keeps its slot]."""
         owner = self._home.owner if self._home is not None else None
         pinned = self._attached is self._home and not move

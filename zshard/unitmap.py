@@ -33,7 +33,7 @@ class Owned:
 
     param: nn.Parameter
     names: tuple[str, ...]  # every fully qualified name, in order of registration
-    places: tuple[tuple[nn.Module, str], ...]  # (module, attribute)
+    sites: tuple[tuple[nn.Module, str], ...]  # (module, attribute)
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Owned:
     @property
     def holders(self) -> list[nn.Module]:
         """The modules that have it, perhaps repeated."""
-        return [module for module, _ in self.places]
+        return [module for module, _ in self.sites]
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def owned_parameters(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
             if param is not None and id(param) not in skip:
-                _, names, places = found.setdefault(id(param), (param, [], []))
+                _, names, sites = found.setdefault(id(param), (param, [], []))
                 names.append(f"{prefix}.{attribute}" if prefix else attribute)
-                if (module, attribute) not in places:  # a module may be shared itself
-                    places.append((module, attribute))
-    return [Owned(param, tuple(names), tuple(places)) for param, names, places in found.values()]
+                if (module, attribute) not in sites:  # a module may be shared itself
+                    sites.append((module, attribute))
+    return [Owned(param, tuple(names), tuple(sites)) for param, names, sites in found.values()]
 
 
 def unit_names(model: nn.Module, units: Units) -> list[str]:
@@ -260,7 +260,7 @@ def flat_groups(spec: UnitSpec, precision: Precision) -> list[tuple[Dtypes, list
     groups: dict[tuple[Dtypes, bool], list[Owned]] = {}
     for owned in spec.params:
         dtypes = precision.resolve(owned.param.dtype)
-        if all(isinstance(module, _NormBase) for module, _ in owned.places):
+        if all(isinstance(module, _NormBase) for module, _ in owned.sites):
             # Batch normalisation's kernels want them in the dtype of the running statistics.
             dtypes = Precision(reduce=precision.reduce).resolve(owned.param.dtype)
         groups.setdefault((dtypes, owned.param.requires_grad), []).append(owned)

@@ -26,10 +26,10 @@ from .transports.transport import Transport, meet_in_one_place
 from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
 from .units.flat import Flat
-from .units.place import Place
+from .units.param_site import ParamSite
 from .units.pool import Pool
 from .wrapping import same_model
-from .wrapping.heap import keep_freed
+from .wrapping.malloc import keep_freed
 from .wrapping.materialize import (
     InitFn,
     Materializer,
@@ -133,7 +133,7 @@ def wrap(
     collectives = Comm(mesh, where, comm, failure)
     assert survey is not None
     meta = on_meta(model)
-    if collectives.world > 1:
+    if collectives.world_size > 1:
         in_units = {name for spec in survey.specs for owned in spec.params for name in owned.names}
         options = {
             "precision": str(precision),
@@ -146,7 +146,7 @@ def wrap(
     pool = Pool(1 + prefetch, where, collectives.empty, collectives.give_back)
     sharder = Sharder(model, precision, collectives, where, meta)
     materializer, unusable = None, ""
-    made: list[tuple[list[Flat], list[Place]]] = []
+    made: list[tuple[list[Flat], list[ParamSite]]] = []
     with sharder:
         if init_fn is not None:
             materializer = Materializer(model, survey.specs, init_fn, where, collectives)
@@ -198,15 +198,15 @@ def _survey(
 
 
 def _build(
-    survey: _Survey, made: Sequence[tuple[list[Flat], list[Place]]], comm: Comm, pool: Pool
+    survey: _Survey, made: Sequence[tuple[list[Flat], list[ParamSite]]], comm: Comm, pool: Pool
 ) -> list[Unit]:
     """The units of sharded parameters, and the memory that gathers of them take."""
     built: list[Unit] = []
-    for index, (spec, strategy, (flats, places)) in enumerate(
+    for index, (spec, strategy, (flats, sites)) in enumerate(
         zip(survey.specs, survey.strategies, made, strict=True)
     ):
         parent = None if spec.parent is None else built[spec.parent]
-        built.append(Unit(spec, index, parent, strategy, flats, places, comm, pool))
+        built.append(Unit(spec, index, parent, strategy, flats, sites, comm, pool))
     pool.reserve([unit.slot_bytes for unit in built])
     return built
 

@@ -150,7 +150,7 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
         total[0] = stacked.max() if math.isinf(p) else stacked.sum()
     if schedule.comm.size > 1:
         schedule.begin_call(f"the {p}-norm of gradients")
-        tag = Tag(schedule.crew.step, "reduce", "root", "norm")
+        tag = Tag(schedule.executor.step, "reduce", "root", "norm")
         over, nan = schedule.comm.shards, total.isnan()
         if math.isinf(p):  # of which a backend's maximum may keep a NaN or not
             total = torch.cat([total.masked_fill(nan, 0.0), nan.double()])

@@ -41,8 +41,8 @@ def recover(schedule: Schedule) -> None:
     )
     if any(not each.comm.shards.in_memory or each.comm.replicas.size > 1 for each in models):
         raise CommError(
-            f"rank {schedule.comm.place} of {schedule.comm.world} cannot be brought back after "
-            f"it has given up ({neighbours.failed}): with replicas, or a model wrapped with "
+            f"rank {schedule.comm.world_rank} of {schedule.comm.world_size} cannot be brought back "
+            f"after it has given up ({neighbours.failed}): with replicas, or a model wrapped with "
             "comm='group', the process group may be in the middle of a collective, too. Start the "
             "processes anew, from the last checkpoint."
         )
@@ -52,10 +52,10 @@ def recover(schedule: Schedule) -> None:
         each.agreement.forget()
         each.backward.forget()
         for unit in each.units:
-            each.crew.reshard(unit)
+            each.executor.reshard(unit)
     arenas = [cast(PeerRanks, each.comm.shards).arena for each in models]
     mine = [(each.agreement.number, each.updates.tallies()) for each in models]
-    with schedule.comm.named_errors("reset", Tag(schedule.crew.step, "reset", "root")):
+    with schedule.comm.named_errors("reset", Tag(schedule.executor.step, "reset", "root")):
         told = neighbours.recover(arenas, mine)
     everyone = [
         dict(each) for each in cast("Sequence[list[tuple[int, tuple[int, Tally, Tally]]]]", told)

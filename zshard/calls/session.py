@@ -87,8 +87,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         raise StateError(f"this {type(model).__name__} is being traced already: end that trace")
     recorded = comm.trace = Trace(
         Clock(schedule.device),
-        rank=comm.place,
-        world=comm.world,
+        rank=comm.world_rank,
+        world=comm.world_size,
         units=[unit.label for unit in schedule.units],
         model=type(model).__name__,
     )
@@ -123,7 +123,7 @@ def reset(model: nn.Module) -> None:
         try:
             schedule.reset()
             with suppress(StateError):  # another rank's backward has raised, as this call says
-                schedule.reducer.settle()
+                schedule.reducer.read_outcome()
             return
         except CommError:
             if not has_given_up(schedule):

@@ -61,7 +61,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     there = flat.params[index].grad is not None
     call = f"full_grad({name!r})"
     schedule.begin_call(call)
-    tag = Tag(schedule.crew.step, "full_grad", "root")
+    tag = Tag(schedule.executor.step, "full_grad", "root")
     words = schedule.comm.all_gather_words([there, flat.grads.is_held_back(index)], tag)
     if held := [rank for rank, (_, held) in enumerate(words) if held]:
         raise StateError(held_back(name, held))
@@ -112,7 +112,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         for unit, params in zip(schedule.units, wholes, strict=True):
             if unit.state is not State.SHARDED and not unit.strategy.resident:
                 unit.reshard()
-            unit.hold(params)
+            unit.put_params(params)
         yield model
         taken = _taken(schedule, wholes)
     finally:
@@ -120,14 +120,14 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         for each in given:
             take_out(each)
         for unit in schedule.units:
-            unit.hold([flat.params for flat in unit.flats])
+            unit.put_params([flat.params for flat in unit.flats])
     if write and versions != [flat.version for flat, _ in taken]:
         raise StateError(
             "parameters were changed by an optimizer's step, or through their shards, inside "
             "zshard.full_params(model, write=True), which would undo that. They keep these "
             "changes, and nothing of what was written in the context; do one after the other."
         )
-    if write and schedule.comm.world > 1:
+    if write and schedule.comm.world_size > 1:
         _compare(schedule, taken)
     for flat, whole in taken:
         for param, value in zip(flat.params, whole, strict=True):
@@ -142,10 +142,10 @@ def _taken(
     """What is in the modules now: what was put in, or other parameters put in its place."""
     given = {id(param) for params in wholes for whole in params for param in whole}
     for unit, params in zip(schedule.units, wholes, strict=True):
-        for place in unit.places:
-            now = place.module._parameters.get(place.attribute)
+        for site in unit.sites:
+            now = site.module._parameters.get(site.attribute)
             if now is not None and id(now) not in given:  # load_state_dict(assign=True)
-                params[place.flat][place.segment] = now
+                params[site.flat][site.segment] = now
     return list(zip(schedule.flats, [whole for params in wholes for whole in params], strict=True))
 
 
@@ -158,7 +158,7 @@ def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -
         "each would keep its own part of them, so nothing of what was written inside "
         "zshard.full_params(model, write=True) is taken. Write the same on every rank"
     )
-    tag = Tag(schedule.crew.step, "full_params", "root")
+    tag = Tag(schedule.executor.step, "full_params", "root")
     same_model.same_values(names, mine, schedule.comm, tag, remedy)
 
 
@@ -218,7 +218,7 @@ def gathered(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tenso
     if not flat.needs_gather:
         return owned
     full = torch.empty(flat.layout.numel, dtype=owned.dtype, device=owned.device)
-    tag = Tag(schedule.crew.step, "gather", flat.names[0])
+    tag = Tag(schedule.executor.step, "gather", flat.names[0])
     schedule.comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
     return full
 

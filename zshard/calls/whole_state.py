@@ -44,8 +44,8 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
     for unit in schedule.units:
         unit.require_parameters()
     if all_ranks:
-        schedule.buffers.broadcast(schedule.crew.step)
-    wanted = all_ranks or schedule.comm.place == 0
+        schedule.buffers.broadcast(schedule.executor.step)
+    wanted = all_ranks or schedule.comm.world_rank == 0
     whole = [
         [_on_the_host(flat, schedule, wanted) for flat in unit.flats] for unit in schedule.units
     ]
@@ -73,11 +73,11 @@ def _with_parameters(
     """The model's own state_dict() while its modules hold ``whole``."""
     try:
         for unit, params in zip(schedule.units, whole, strict=True):
-            unit.hold(params)
+            unit.put_params(params)
         found = model.state_dict()
     finally:
         for unit in schedule.units:
-            unit.hold([flat.params for flat in unit.flats])
+            unit.put_params([flat.params for flat in unit.flats])
     _own(found, [param for params in whole for each in params for param in each])
     return found
 

@@ -98,7 +98,7 @@ def _parts(sharded: Sharded) -> tuple[list[Box], list[Box], list[Box]]:
     comm, segment = flat.schedule.comm, flat.layout.segments[sharded.segment]
     if segment.numel == 0:  # a box without elements says that the tensor exists
         box = Box((0,) * len(segment.shape), tuple(segment.shape), 0)
-        return [], [box] if comm.place == 0 else [], []
+        return [], [box] if comm.world_rank == 0 else [], []
     skip, end = flat.local(sharded.segment).elements
     own = saved_range(flat, sharded.segment)
     before, after = (skip, own.begin), (own.end, end)

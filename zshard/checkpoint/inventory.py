@@ -53,7 +53,7 @@ def inventory_of(schedule: Schedule) -> Inventory:
     for unit in schedule.units:
         unit.require_parameters()
     found = Inventory()
-    first = schedule.comm.place == 0
+    first = schedule.comm.world_rank == 0
     for owned in owned_parameters(schedule.model, ()):
         name, param = owned.name, owned.param
         found.names[id(param)] = name

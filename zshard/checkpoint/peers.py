@@ -29,7 +29,7 @@ class Peers:
     """
 
     def __init__(self, comm: Comm, what: str) -> None:
-        self.rank, self.size, self.what = comm.place, comm.world, what
+        self.rank, self.size, self.what = comm.world_rank, comm.world_size, what
         self._comm = comm
 
     def together(self, stage: Callable[[], T]) -> list[T]:

@@ -21,7 +21,7 @@ from .inventory import as_json
 from .optimizer_state import optimizer_inventory
 from .peers import Background, Peers
 from .rng import random_state
-from .saving import Job, Stock, agree_on, stock_of_model
+from .saving import Contents, Job, agree_on, stock_of_model
 
 _PENDING: WeakKeyDictionary[Schedule, SaveHandle] = WeakKeyDictionary()
 
@@ -142,7 +142,7 @@ def save(
     begin(schedule, what)
     peers = Peers(schedule.comm, what)
 
-    def take() -> Stock:
+    def take() -> Contents:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
         stock, found = stock_of_model(schedule, path)

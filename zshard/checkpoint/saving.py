@@ -48,7 +48,7 @@ FILE_BYTES = 5 * 10**9  # of tensors a file, as Hugging Face's tools have it
 
 
 @dataclass
-class Stock:
+class Contents:
     """What is to be saved.
 
     Attributes:
@@ -83,7 +83,7 @@ class Stock:
         return checksum(json.dumps(facts).encode())
 
 
-def agree_on(peers: Peers, take: Callable[[], Stock]) -> Stock:
+def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
     """Take stock on every rank, and make sure that all are to save the same.
 
     Raises:
@@ -101,10 +101,10 @@ def agree_on(peers: Peers, take: Callable[[], Stock]) -> Stock:
     return replace(stock, id=outcomes[0][0])
 
 
-def stock_of_model(schedule: Schedule, path: object) -> tuple[Stock, Inventory]:
+def stock_of_model(schedule: Schedule, path: object) -> tuple[Contents, Inventory]:
     """The parameters and buffers of a wrapped model, to be saved at ``path``."""
     found = inventory_of(schedule)
-    stock = Stock(
+    stock = Contents(
         id=secrets.token_hex(16),
         target=catalogue.absolute(path),
         tensors={"model": {**found.parameters, **found.buffers}, "master": {**found.masters}},
@@ -132,7 +132,7 @@ class Job:
         total_bytes: of tensors that this rank writes; written_bytes: of those it has written.
     """
 
-    def __init__(self, peers: Peers, stock: Stock) -> None:
+    def __init__(self, peers: Peers, stock: Contents) -> None:
         self._peers, self._stock = peers, stock
         self._place = catalogue.saving(stock.target, stock.id)
         self._seed = seed_of(stock.id)

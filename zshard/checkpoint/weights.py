@@ -22,7 +22,7 @@ from .loading import Match, compare_copies, fill, match_model
 from .manifest import CHUNK_BYTES, MAX_NBYTES, Stored
 from .peers import Peers
 from .save import begin
-from .saving import Job, Stock, agree_on, stock_of_model
+from .saving import Contents, Job, agree_on, stock_of_model
 from .tensorfile import CODES, Slab, read_header
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -89,7 +89,7 @@ def load_weights(
             "there. Nothing has changed; pass the same on every rank."
         )
     if match.copies:
-        place, world = schedule.comm.place, schedule.comm.world
+        place, world = schedule.comm.world_rank, schedule.comm.world_size
         peers.each(lambda: compare_copies(folder, match.copies, place, world))
     change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
     if strict:
@@ -174,7 +174,7 @@ def export(
     begin(schedule, what)
     peers = Peers(schedule.comm, what)
 
-    def take() -> Stock:
+    def take() -> Contents:
         if dtype is not None and not (
             isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES
         ):

@@ -130,7 +130,7 @@ class FusedOptimizer(Optimizer):
         grad_scale = None if schedule is None else schedule.reducer.grad_scale
         if grad_scale is not None:
             grad_scale = grad_scale.float()  # fp64 where other parameters of the model are
-        with nullcontext() if schedule is None else schedule.crew.doing("step", schedule.root):
+        with nullcontext() if schedule is None else schedule.executor.doing("step", schedule.root):
             batch.refresh(hypers, active)
             batch.before_write()
             self._launch(batch, None if all(active) else batch.active, grad_scale)
@@ -318,7 +318,7 @@ def _is_trained(param: torch.Tensor) -> bool:
     """Whether there are gradients for ``param``, or others of its shard, or may be."""
     if not isinstance(param, Sharded) or param.flat.requires_grad:
         return True
-    param.flat.schedule.reducer.settle()
+    param.flat.schedule.reducer.read_outcome()
     return any(param.flat.grads.present)  # frozen since the backward
 
 

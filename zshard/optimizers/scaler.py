@@ -123,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
             found = torch.maximum(found.to(schedule.device), verdict)
             if plain or known is None:
                 schedule.begin_call("a look for gradients that are not finite")
-                tag = Tag(schedule.crew.step, "reduce", "root", "non-finite")
+                tag = Tag(schedule.executor.step, "reduce", "root", "non-finite")
                 for over in schedule.comm.axes:
                     schedule.comm.all_reduce(found, tag, over, maximum=True).wait()
         return {found.device: found}

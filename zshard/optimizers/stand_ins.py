@@ -86,7 +86,7 @@ def _wrapped_like(params: Sequence[torch.Tensor]) -> str | None:
     shapes = sorted(tuple(p.shape) for p in params)
     for schedule in LIVE:
         if sorted(tuple(p.shape) for p in schedule.parameters()) == shapes:
-            schedule.reducer.settle()
+            schedule.reducer.read_outcome()
             if any(any(flat.grads.present) for flat in schedule.reducer.trained_flats):
                 return type(schedule.model).__name__
     return None

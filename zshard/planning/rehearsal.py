@@ -209,7 +209,7 @@ class Meter(TorchDispatchMode):
     @contextmanager
     def watch(self, index: int, spec: UnitSpec) -> Iterator[None]:
         """Attribute to a unit what its module does, and free its gradients when they are there."""
-        leaves = [place[0]._parameters[place[1]] for o in spec.params for place in o.places[:1]]
+        leaves = [module._parameters[name] for o in spec.params for module, name in o.sites[:1]]
         trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         missing = {id(leaf) for leaf in trained}
 
@@ -264,7 +264,7 @@ def _set_fake_parameters(model: nn.Module, specs: Sequence[UnitSpec], precision:
             for owned in group:
                 param = owned.param
                 leaf = nn.Parameter(_like(param, dtypes.compute), param.requires_grad)
-                for module, attribute in owned.places:
+                for module, attribute in owned.sites:
                     module._parameters[attribute] = leaf
     made: dict[int, Tensor] = {}
     for module in model.modules():

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import OptimizerError, ShardedAccessError, StateError
 from ..param import Sharded, ShardedGrad
-from ..phase import Phase
+from ..training_state import TrainingState
 from ..units.storage import storage_of
 from .operators import Operator, operator
 from .slices import own_slice, recut
@@ -181,7 +181,7 @@ def _remedy(param: Sharded) -> str:
         f"is used outside the module of its unit {label!r}: make the module that "
         "uses it a unit (zshard.wrap(units=...))"
     )
-    if param.flat.schedule.crew.phase is not Phase.IDLE:
+    if param.flat.schedule.executor.state is not TrainingState.IDLE:
         return (
             f"It {unit}. Or else the forward of {label!r} was called past the module: "
             "module(...), not module.forward(...), gathers."

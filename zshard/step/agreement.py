@@ -9,10 +9,10 @@ from ..comm import Comm
 from ..errors import StateError
 from ..tag import Tag
 from ..unit import State, Unit
-from .ahead import Ahead
-from .crew import Crew
-from .meeting import Ask, Message, meetings_of, refuse, refuse_trained, trained_names
+from .executor import Executor
+from .meeting import Intent, Message, meetings_of, refuse, refuse_trained, trained_names
 from .outcome import Ending
+from .prefetched import Prefetched
 from .program import Key, Op, Programs, Run, Turn, leads_to
 from .updates import NOTHING, Tally
 
@@ -23,7 +23,7 @@ class Agreement:
     Args:
         units: the unit map.
         prefetch: how many gathers are issued ahead.
-        crew: carries the turns out.
+        executor: carries the turns out.
         drop_backward: ends a backward that cannot go on, on every rank: ``Schedule.reset``.
 
     Attributes:
@@ -35,25 +35,26 @@ class Agreement:
         units: Sequence[Unit],
         comm: Comm,
         prefetch: int,
-        crew: Crew,
+        executor: Executor,
         drop_backward: Callable[[Ending], None],
     ) -> None:
-        self._units, self._comm, self._prefetch, self._crew = tuple(units), comm, prefetch, crew
-        self.ahead = Ahead(crew, prefetch)
+        self._units, self._comm, self._executor = tuple(units), comm, executor
+        self._prefetch = prefetch
+        self.prefetched = Prefetched(executor, prefetch)
         self._drop_backward = drop_backward
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
         self._programs, self._run = Programs(), Run()
         self._backward: Key = ()  # of the last one
-        self._loose = False  # whether ranks have left a program, and meet at phases' ends as well
+        self._loose = False  # whether ranks have left a program, and meet at passes' ends as well
         self._meetings = meetings_of(comm)
         self.number = self._meetings.join(self)
 
-    # --- phases ----------------------------------------------------------------------------------
+    # --- passes ----------------------------------------------------------------------------------
 
     def begin(
         self,
-        ask: Ask,
+        intent: Intent,
         about: str,
         label: str,
         *,
@@ -62,7 +63,7 @@ class Agreement:
         tally: Tally = NOTHING,
         buffers: bool = False,
     ) -> list[Message]:
-        """Begin a phase together with all other ranks.
+        """Begin a pass together with all other ranks.
 
         Args:
             about: what its program depends on; may differ between ranks.
@@ -86,23 +87,23 @@ class Agreement:
             names = self._names = self._names or trained_names(self._units)
         mine = Message(
             self.number,
-            ask,
+            intent,
             about=zlib.crc32(about.encode()),
             trained=zlib.crc32(names.encode()),
             changes=tally.changes,
             checksum=tally.checksum,
             buffers=int(buffers),
         )
-        messages = self._meetings.begin(self, self._comm, mine, label, self._crew.step)
+        messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
         if self._run.to_be_learned:
             self._learn()
-        if ask.same_about and len({message.about for message in messages}) > 1:
+        if intent.same_about and len({message.about for message in messages}) > 1:
             self.forgo_learning()
             refuse(self._comm, label)
         if len({message.trained for message in messages}) > 1:
             refuse_trained(self._comm, names)
-        key = (ask, mine.trained, *(message.about for message in messages))
-        if ask is Ask.BACKWARD:
+        key = (intent, mine.trained, *(message.about for message in messages))
+        if intent is Intent.BACKWARD:
             self._backward = key
         program = self._programs.of(key) if gathers else None
         self._run = Run(
@@ -116,19 +117,19 @@ class Agreement:
         )
         if not gathers:
             self._meetings.go_on(self)
-        elif ask.is_forward:
+        elif intent.is_forward:
             self._meetings.enter_forward(self)
         return messages
 
     def finish(self) -> None:
-        """End a phase: take part in what is left of the program, and meet where that is due."""
+        """End a pass: take part in what is left of the program, and meet where that is due."""
         if not self._run.paused:  # else it was left by an exception where it had ended already
             self._finish_part()
         self._meetings.leave_forward(self)
         self._meetings.go_on(self)
 
     def pause(self) -> None:
-        """Cut a forward, for another model's phase to begin inside of it."""
+        """Cut a forward, for another model's pass to begin inside of it."""
         if not self._run.paused:
             self._finish_part()
             self._run.paused = True
@@ -138,7 +139,7 @@ class Agreement:
         if self._run.paused:
             cut = self._run
             cuts, needed = cut.cuts + 1, cut.needed_before + cut.needed
-            self.begin(Ask.GO_ON, f"{cuts};{self._crew.gathered}", "the rest of a forward")
+            self.begin(Intent.GO_ON, f"{cuts};{self._executor.gathered}", "the rest of a forward")
             self._run.cuts, self._run.needed_before = cuts, needed
 
     def _finish_part(self) -> None:
@@ -146,24 +147,24 @@ class Agreement:
         run = self._run
         # A backward that reduces has its own way to learn that a rank has left the program.
         if run.meets_at_end and not (run.reduces and run.follows):
-            self._meet(Message(self.number, Ask.END), "the end of a forward or backward")
+            self._meet(Message(self.number, Intent.END), "the end of a forward or backward")
             for unit in run.trained:
                 if unit not in run.reduced:
                     self._reduce(unit)
             if run.to_be_learned:
                 self._learn()
-        elif not run.reduces and run.key[:1] != (Ask.RENEW,):
+        elif not run.reduces and run.key[:1] != (Intent.RENEW,):
             self._meetings.open = True
         run.end()
 
-    def settle(self) -> None:
+    def meet_before_change(self) -> None:
         """Before parameters change: meet ranks that may still need them as they were."""
-        if self._meetings.open and self._crew.has_peers:
-            mine, label = Message(self.number, Ask.END), "a change of parameters"
-            self._meetings.begin(self, self._comm, mine, label, self._crew.step)
+        if self._meetings.open and self._executor.has_peers:
+            mine, label = Message(self.number, Intent.END), "a change of parameters"
+            self._meetings.begin(self, self._comm, mine, label, self._executor.step)
 
     def make_way(self) -> None:
-        """Let another model's phase begin inside this one, where ranks may need unlike things.
+        """Let another model's pass begin inside this one, where ranks may need unlike things.
 
         One that has gone past its own part of the program would not be found there by the others.
         """
@@ -172,30 +173,30 @@ class Agreement:
             self._take_part_in_the_rest()
 
     def go_beside(self, others: Sequence[Agreement]) -> None:
-        """This phase has begun inside those of ``others``; all ranks are at this same place."""
+        """This pass has begun inside those of ``others``; all ranks are at this same place."""
         every = (self, *others)
         if others and not all(each._is_in_step for each in every):
             for each in every:
                 if each._run.program is not None:
-                    each._run.leave_program(range(self._comm.world))
+                    each._run.leave_program(range(self._comm.world_size))
                     each._run.meets_at_end = True
 
     @property
     def _is_in_step(self) -> bool:
-        # Whether every rank needs all of the program that this phase follows.
+        # Whether every rank needs all of the program that this pass follows.
         return self._run.program is not None and self._programs.is_alike(self._run.key)
 
     def abort(self) -> None:
-        """An exception leaves the phase; see [Note: after an exception] in backward.py."""
+        """An exception leaves the pass; see [Note: after an exception] in backward.py."""
         self._run.aborted = True
-        if self._run.key and Ask(self._run.key[0]).is_forward:
+        if self._run.key and Intent(self._run.key[0]).is_forward:
             self._meetings.left = True
 
     def abandon(self) -> None:
-        """Forget what is left of a phase that was aborted."""
+        """Forget what is left of a pass that was aborted."""
         self._run.abandon()
         self._meetings.leave_forward(self)
-        self.ahead.forget()
+        self.prefetched.forget()
 
     def forget(self) -> None:
         """Learn everything anew, as all ranks do."""
@@ -206,11 +207,11 @@ class Agreement:
     @property
     def may_be_last(self) -> bool:
         """Whether nothing is known to come after what this rank has needed."""
-        return self._run.next is None and not self.ahead
+        return self._run.next is None and not self.prefetched
 
     @property
     def needed(self) -> str:
-        """What this rank has needed in this phase, as text."""
+        """What this rank has needed in this pass, as text."""
         return " ".join(str(turn.unit) for turn in self._run.needed_before + self._run.needed)
 
     def expect_other_ways(self) -> None:
@@ -223,32 +224,32 @@ class Agreement:
         """Issue the gather of ``unit``, or take the one that was issued ahead."""
         turn = Turn(Op.GATHER, unit.index)
         self._run.needed.append(turn)
-        if self.ahead.take(unit):
+        if self.prefetched.take(unit):
             return
-        self.ahead.discard()
+        self.prefetched.discard()
         # What others reduce this rank has to, too, ready or not; alone, it has time.
-        peers, known = self._crew.has_peers, self._run.program is not None
+        peers, known = self._executor.has_peers, self._run.program is not None
         if known and not leads_to(turn, self._run.rest, past_reductions=peers):
             self._leave_program(unit)
         if self._run.program is None:
             self._meet(
-                Message(self.number, Ask.GATHER, unit.index), f"a gather of unit {unit.label!r}"
+                Message(self.number, Intent.GATHER, unit.index), f"a gather of unit {unit.label!r}"
             )
             return
         while self._run.next != turn:
             self._take_part()
         self._run.take()
-        self._crew.gather(unit)
+        self._executor.gather(unit)
         self._advance()
 
     def look_ahead(self) -> None:
         """Start the next gathers, as many as may be under way beside the unit that computes."""
         while (turn := self._run.next) is not None:
             unit = self._units[turn.unit]
-            if turn.op is Op.REDUCE or not self.ahead.has_room(unit):
+            if turn.op is Op.REDUCE or not self.prefetched.has_room(unit):
                 return
             self._run.take()
-            self.ahead.gather(unit)
+            self.prefetched.gather(unit)
 
     def ready(self, unit: Unit) -> None:
         """Note that all gradients of ``unit`` are there on this rank."""
@@ -257,11 +258,11 @@ class Agreement:
         if self._run.program is not None:
             self._advance()  # no gather into its memory yet: a node may read a detached weight
             return
-        message = Message(self.number, Ask.READY, unit.index)
+        message = Message(self.number, Intent.READY, unit.index)
         self._meet(message, f"the reduction of unit {unit.label!r}")
 
     def has_reduced(self, unit: Unit) -> bool:
-        """Whether ``unit`` was reduced in this phase."""
+        """Whether ``unit`` was reduced in this pass."""
         return unit.index in self._run.reduced
 
     def _advance(self) -> None:
@@ -275,64 +276,64 @@ class Agreement:
         if op is Op.REDUCE:
             self._reduce(index)  # what of the gradients is there; autograd has gone past
         else:
-            self._crew.join(self._units[index])
+            self._executor.join(self._units[index])
 
     def _take_part_in_the_rest(self) -> None:
-        self.ahead.discard()
+        self.prefetched.discard()
         while self._run.next is not None:
             self._take_part()
 
     def _reduce(self, index: int) -> None:
         self._run.reduced.add(index)
-        self._crew.reduce(self._units[index])
+        self._executor.reduce(self._units[index])
 
     def _leave_program(self, unit: Unit) -> None:
         run = self._run
-        if run.reduces and self._crew.has_peers:
+        if run.reduces and self._executor.has_peers:
             # They are not to be met before they have reduced without this rank's gradients.
             self._drop_backward(Ending.STRAYED)
             raise StateError(
-                f"rank {self._comm.place}: backward reached unit {unit.label!r} by another way "
-                "than the one before. The step's gradients are dropped on every rank. Repeat the "
-                "step; from then on this way is expected."
+                f"rank {self._comm.world_rank}: backward reached unit {unit.label!r} by another "
+                "way than the one before. The step's gradients are dropped on every rank. Repeat "
+                "the step; from then on this way is expected."
             )
         if not run.reduces:
             self._take_part_in_the_rest()
-        run.leave_program([self._comm.place])
+        run.leave_program([self._comm.world_rank])
 
     # --- meetings --------------------------------------------------------------------------------
 
     def _meet(self, mine: Message, label: str) -> list[Message]:
-        return self._meetings.meet(self._comm, mine, label, self._crew.step)
+        return self._meetings.meet(self._comm, mine, label, self._executor.step)
 
     def serve(self, mine: Message, messages: Sequence[Message]) -> None:
         """Carry out what ranks ask for of this model in a meeting; see ``Meetings.meet``."""
         run = self._run
         run.to_be_learned = True
         self._loose = self._loose or run.follows
-        own = [(p, m) for p, m in enumerate(messages) if m.model == self.number]
-        for place, message in own:
-            if message.ask is Ask.READY:
-                run.ready_on.setdefault(message.unit, set()).add(place)
-        ended = {place for place, message in own if message.ask is Ask.END}
+        own = [(rank, m) for rank, m in enumerate(messages) if m.model == self.number]
+        for rank, message in own:
+            if message.intent is Intent.READY:
+                run.ready_on.setdefault(message.unit, set()).add(rank)
+        ended = {rank for rank, message in own if message.intent is Intent.END}
         for index in run.trained:
-            places = run.ready_on.get(index, set())
-            if index not in run.reduced and places and len(places | ended) == len(messages):
+            ready = run.ready_on.get(index, set())
+            if index not in run.reduced and ready and len(ready | ended) == len(messages):
                 self._reduce(index)
-        for index in dict.fromkeys(m.unit for _, m in own if m.ask is Ask.GATHER):
+        for index in dict.fromkeys(m.unit for _, m in own if m.intent is Intent.GATHER):
             unit = self._units[index]
-            wanted = (mine.model, mine.ask, mine.unit) == (self.number, Ask.GATHER, index)
+            wanted = (mine.model, mine.intent, mine.unit) == (self.number, Intent.GATHER, index)
             if wanted and unit.state is State.SHARDED:
-                self._crew.gather(unit)
+                self._executor.gather(unit)
             else:
-                self._crew.join(unit)
+                self._executor.join(unit)
 
     def forgo_learning(self) -> None:
-        """Learn nothing of the last phase; see ``meeting.forgo_learning``."""
+        """Learn nothing of the last pass; see ``meeting.forgo_learning``."""
         self._run.to_be_learned = False
 
     def _learn(self) -> None:
-        """Make the program of the phase that every rank has ended; none if one has aborted it."""
+        """Make the program of the pass that every rank has ended; none if one has aborted it."""
         run = self._run
         run.to_be_learned = False
         needed = None if run.aborted else run.needed

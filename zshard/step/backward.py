@@ -3,11 +3,11 @@
 [Note: one step] in schedule.py has the order of events.
 
 [Note: after an exception]
-The exception is this rank's alone: the others do not know of it, and are in the phase still. Five
+The exception is this rank's alone: the others do not know of it, and are in the pass still. Five
 words say who ends what:
-abort: this rank leaves the phase. No program is learned from it, on any rank.
+abort: this rank leaves the pass. No program is learned from it, on any rank.
 abandon: this rank lets go of what it had under way. Before, it takes part in what is left of the
-  phase, without gradients, and tells the others at its end.
+  pass, without gradients, and tells the others at its end.
 drop: the gradients are gone, on every rank, as the others hear of it.
 reset: all of that, for one model, with its units SHARDED again (``Schedule.reset``).
 forget: all ranks at once begin anew, after [Note: giving up] in recovery.py: no collective is left
@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import Error, MismatchError, StateError
-from ..phase import Phase, inside_backward
+from ..training_state import TrainingState, inside_backward
 from ..unit import State, Unit
 from .forward_log import Forward, ForwardLog
-from .meeting import Ask
+from .meeting import Intent
 from .outcome import Ending
 from .recomputation import Recomputation
 
@@ -55,7 +55,7 @@ class Backward:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._units, self._root = schedule, schedule.units, schedule.root
-        self._crew, self._agreement = schedule.crew, schedule.agreement
+        self._executor, self._agreement = schedule.executor, schedule.agreement
         self._reducer = schedule.reducer
         self._trained_changed = False
         self.current: Unit | None = None
@@ -78,14 +78,14 @@ class Backward:
             return  # another output of the same call
         self.current = unit
         self.recomputation.announce(unit)
-        self._crew.end_backward()
+        self._executor.end_backward()
         for other in self._units[1:]:
             # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
             # nothing left to compute. One around it has; one inside may share its output tensor.
             if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
-                self._crew.release(other)
+                self._executor.release(other)
         self._schedule.obtain(unit)
-        self._crew.enter("backward", unit)
+        self._executor.enter("backward", unit)
         self._agreement.look_ahead()
 
     def recomputed(self, unit: Unit) -> None:
@@ -99,7 +99,7 @@ class Backward:
         Args:
             first: where it has come to first; other losses come to other outputs, or forwards.
         """
-        if self._crew.phase is Phase.BACKWARD:
+        if self._executor.state is TrainingState.BACKWARD:
             if not self.raised:
                 return
             self._schedule.reset()  # this is another backward
@@ -110,17 +110,17 @@ class Backward:
                 "unwrapped whose gradients are differentiated again, as in a gradient penalty."
             )
         self._schedule.require_values("a backward")
-        self._reducer.settle()  # what ended the last one elsewhere, before the others are met
-        self._settle_trained()
+        self._reducer.read_outcome()  # what ended the last one elsewhere, before the others are met
+        self._apply_trained_changes()
         # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
         # gradient after the other to what is there.
-        self._reduces = self.sync or (self._crew.alone and self._reducer.has_gradients)
+        self._reduces = self.sync or (self._executor.alone and self._reducer.has_gradients)
         others = [each._agreement for each in _BEGUN if each is not self and not each.raised]
         for other in others:
             other.make_way()
         self._meet(self._about(first, forward))
         self._agreement.go_beside(others)
-        self._crew.turn_to(Phase.BACKWARD)
+        self._executor.enter_state(TrainingState.BACKWARD)
         self._note_models_beside()
         self.forwards.note_backward()
         self.current = None
@@ -136,24 +136,24 @@ class Backward:
             what, updates = "which gradients a backward adds to", self._schedule.updates
             updates.note_many(what, there_already, of_gradients=True)
         else:
-            self._reducer.settle()  # where gradients are kept depends on what is there
+            self._reducer.read_outcome()  # where gradients are kept depends on what is there
         self._finish_at_the_end()
 
     def _about(self, first: str, forward: Forward | None) -> str:
         """What this backward's program depends on; may differ between ranks."""
         # With what is there: something may have come between, and freed what forward had left.
-        there, passed_over = self._crew.gathered, self._units_passed_over()
+        there, passed_over = self._executor.gathered, self._units_passed_over()
         return f"{self.forwards.about(forward)};{first};{there};{passed_over}"
 
     def _meet(self, about: str) -> None:
         """Begin together with the other ranks, with room for what is to be reduced."""
-        ask, label = Ask.HOLD, "a backward inside no_sync"
+        intent, label = Intent.HOLD, "a backward inside no_sync"
         if self._reduces:
-            ask, label = Ask.BACKWARD, "a backward"
+            intent, label = Intent.BACKWARD, "a backward"
         try:
-            self._agreement.begin(ask, about, label, reduces=self._reduces)
+            self._agreement.begin(intent, about, label, reduces=self._reduces)
         except MismatchError:  # the step is over
-            self._crew.release_all()
+            self._executor.release_all()
             raise
         if not self._reduces:
             return
@@ -184,7 +184,7 @@ class Backward:
         A part of the graph may have been detached, or a loss left out, that was not before. Which
         of a unit's parameters get a gradient changes nothing of what is gathered.
         """
-        if not self._crew.has_peers:
+        if not self._executor.has_peers:
             return ""
         units = self._units
         passed = [u.index for u in units if not any(f.full.will_be_reached() for f in u.flats)]
@@ -211,18 +211,18 @@ class Backward:
         if unit is self._root or not unit.all_fired:
             return
         unit.fired.clear()  # in another reentrant checkpoint they come once more
-        self._crew.end_backward(unit)
+        self._executor.end_backward(unit)
         if unit.may_free_early:
-            self._crew.release(unit)
+            self._executor.release(unit)
             self.recomputation.end(unit)
         if self._reduces:
             self._agreement.ready(unit)
-        self._crew.resume_backward()
+        self._executor.resume_backward()
 
     def _close(self) -> None:
         """Free every unit, and take part in what is left; nothing more of this backward comes."""
-        self._crew.end_backward()
-        self._crew.release_all()
+        self._executor.end_backward()
+        self._executor.release_all()
         self._agreement.finish()
 
     def _finish(self) -> None:
@@ -233,12 +233,12 @@ class Backward:
             if each is self:
                 break
         if self._reduces:
-            self._crew.end_reductions(Ending.LOST if self._lost else Ending.WELL)
+            self._executor.end_reductions(Ending.LOST if self._lost else Ending.WELL)
             self._lost = False
         else:
             for flat in self._reducer.trained_flats:
                 flat.grads.hold_back()
-        self._crew.turn_to(Phase.IDLE)
+        self._executor.enter_state(TrainingState.IDLE)
         _BEGUN.pop(self, None)
         if self._reduces:
             self._reducer.run_hooks()
@@ -248,7 +248,7 @@ class Backward:
     def _let_go(self, end: weakref.ref[partial[None]]) -> None:
         """Put the sharded parameters back for user code, should the backward have raised."""
         for unit in self._units:
-            if self._crew.phase is not Phase.BACKWARD or end is not self._end:
+            if self._executor.state is not TrainingState.BACKWARD or end is not self._end:
                 return  # it has ended well, or another thread has gone on meanwhile
             unit.uninstall()
 
@@ -258,7 +258,7 @@ class Backward:
 
         See [Note: whether a backward is under way].
         """
-        if self._crew.phase is not Phase.BACKWARD:
+        if self._executor.state is not TrainingState.BACKWARD:
             return False
         return not inside_backward() or self._end is None or self._end() is None
 
@@ -284,7 +284,7 @@ class Backward:
                 "the last backward raised an exception, and its gradients are incomplete. Run it "
                 "again, or skip the step: zshard.reset(model), then zero_grad()."
             )
-        self._reducer.settle()
+        self._reducer.read_outcome()
 
     def before_set_trained(self, name: str) -> None:
         """Note that the parameter ``name`` is being frozen or unfrozen.
@@ -294,23 +294,23 @@ class Backward:
         """
         if self.raised:
             self._schedule.reset()  # while it reduces what the others do
-        if self._crew.phase is not Phase.IDLE:
+        if self._executor.state is not TrainingState.IDLE:
             what = "requires_grad cannot change inside a forward or backward"
             raise StateError(f"{name}: {what}; change it between steps")
         self._trained_changed = True
 
-    def _settle_trained(self) -> None:
+    def _apply_trained_changes(self) -> None:
         """Note which parameters were frozen and unfrozen since."""
         if self._trained_changed:
-            self._reducer.settle()  # may raise: then it is still to be done
+            self._reducer.read_outcome()  # may raise: then it is still to be done
             self._reducer.find_trained()
             self._agreement.forget_trained()
             self._trained_changed = False
 
     def forget(self) -> None:
         """Forget what the next backward would go through."""
-        self._crew.leave_all()
-        self._crew.turn_to(Phase.IDLE)
+        self._executor.leave_all()
+        self._executor.enter_state(TrainingState.IDLE)
         _BEGUN.pop(self, None)
         self.current = None
         self.forwards.forget()
@@ -320,22 +320,22 @@ class Backward:
         """Leave the forward or backward under way; see [Note: after an exception]."""
         self._end = None
         self._agreement.abort()
-        self._crew.leave_all()
+        self._executor.leave_all()
         for flat in self._reducer.trained_flats:
             flat.grads.drop_leaves()
-        reduces = self._crew.phase is Phase.BACKWARD and self._reduces
-        if self._crew.phase is Phase.BACKWARD and not reduces:
+        reduces = self._executor.state is TrainingState.BACKWARD and self._reduces
+        if self._executor.state is TrainingState.BACKWARD and not reduces:
             # A micro-batch is missing on this rank, and the others are not there to be told.
-            self._lost = self._crew.has_peers
+            self._lost = self._executor.has_peers
             for flat in self._reducer.trained_flats:
                 flat.grads.forget_held_back()
-        if self._crew.has_peers and self._crew.phase is not Phase.IDLE:
+        if self._executor.has_peers and self._executor.state is not TrainingState.IDLE:
             self._agreement.finish()
             if reduces:
-                self._crew.end_reductions(ending)
+                self._executor.end_reductions(ending)
                 self._lost = False
-                self._reducer.settle()
-        elif self._crew.phase is Phase.BACKWARD:
+                self._reducer.read_outcome()
+        elif self._executor.state is TrainingState.BACKWARD:
             self._reducer.drop()
         _BEGUN.pop(self, None)
         self.current = None

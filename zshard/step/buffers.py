@@ -47,7 +47,7 @@ class Buffers:
 
         Asked as a forward begins.
         """
-        if self._comm.world == 1:
+        if self._comm.world_size == 1:
             return False
         was_training, self._in_training = self._in_training, self._trains()
         return was_training or self._in_training or self._states() != self._seen

@@ -3,10 +3,10 @@
 [Note: one step] in schedule.py has the order of events.
 
 [Note: what a call of the root may be]
-A forward of its own, which begins a phase and ends it. Or, by what it is found in: one inside
+A forward of its own, which begins a pass and ends it. Or, by what it is found in: one inside
 ``full_params``, where there is nothing to gather; the model that calls itself, in a forward that is
-under way; one inside one of the model's other methods, of whose phase it is a part (methods.py);
-one that activation checkpointing makes again, inside a backward, whose phase goes on. A call of a
+under way; one inside one of the model's other methods, of whose pass it is a part (methods.py);
+one that activation checkpointing makes again, inside a backward, whose pass goes on. A call of a
 unit inside is what the root's around it is; or it is alone, outside of any call of the root.
 """
 
@@ -24,9 +24,9 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ..containers import cast_floating
 from ..errors import CommError, MismatchError, StateError
 from ..hooks import ModuleHook
-from ..phase import Phase, calls_under_way, inside_backward
+from ..training_state import TrainingState, calls_under_way, inside_backward
 from ..unit import State, Unit
-from .meeting import Ask
+from .meeting import Intent
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -42,7 +42,7 @@ class ForwardHooks:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._units, self._root = schedule.units, schedule.root
-        self._crew, self._agreement = schedule.crew, schedule.agreement
+        self._executor, self._agreement = schedule.executor, schedule.agreement
         self._backward = schedule.backward
         self.order: list[Unit] = []
         self._kept: Unit | None = None  # that may turn out to be the last of forward
@@ -70,15 +70,15 @@ class ForwardHooks:
         self._root.let_hooks_see()
         if self._is_nested():
             return None
-        self._root.passage.begin()
+        self._root.forward_io.begin()
         if schedule.methods.running:
             schedule.methods.enter_forward()
-            self._agreement.begin(Ask.FORWARD, self._crew.gathered, "a forward")
+            self._agreement.begin(Intent.FORWARD, self._executor.gathered, "a forward")
         elif not inside_backward():
             self._begin()
-        self._root.passage.enter((args, kwargs))
+        self._root.forward_io.enter((args, kwargs))
         schedule.obtain(self._root)
-        self._crew.enter("forward", self._root)
+        self._executor.enter("forward", self._root)
         self._agreement.look_ahead()
         if schedule.precision.cast_inputs and schedule.precision.compute is not None:
             cast = cast_floating((args, kwargs), schedule.precision.compute)
@@ -88,14 +88,14 @@ class ForwardHooks:
     def _begin(self) -> None:
         """Begin a forward of its own, together with the other ranks."""
         schedule = self._schedule
-        if self._crew.phase is not Phase.IDLE:  # the last forward or backward raised
+        if self._executor.state is not TrainingState.IDLE:  # the last forward or backward raised
             schedule.reset()
-        schedule.reducer.settle()  # a failure elsewhere must not show in the middle of a backward
+        schedule.reducer.read_outcome()  # a failure elsewhere must not show in mid-backward
         schedule.structure.check_unchanged()
         self._forget_last_forward()
         messages = self._agreement.begin(
-            Ask.FORWARD,
-            self._crew.gathered,
+            Intent.FORWARD,
+            self._executor.gathered,
             "a forward",
             tally=schedule.updates.tally(),
             buffers=schedule.buffers.ask(),
@@ -103,7 +103,7 @@ class ForwardHooks:
         try:
             schedule.updates.check([message.tally for message in messages])
             if any(message.buffers for message in messages):
-                schedule.buffers.broadcast(self._crew.step)
+                schedule.buffers.broadcast(self._executor.step)
         except MismatchError:  # on every rank: there is no forward that another model's may cut
             self._agreement.forgo_learning()
             self._agreement.abandon()
@@ -113,7 +113,7 @@ class ForwardHooks:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             # A cast that it keeps belongs to a graph of an earlier forward of that context.
             torch.clear_autocast_cache()
-        self._crew.turn_to(Phase.FORWARD)
+        self._executor.enter_state(TrainingState.FORWARD)
         self.order, self._kept = [], None
 
     def root_post_forward(self, module: nn.Module, args: object, output: object) -> object:
@@ -123,16 +123,16 @@ class ForwardHooks:
             return None
         if self._is_nested():
             return output
-        self._crew.leave(self._root)
-        raised = self._root.passage.raised
+        self._executor.leave(self._root)
+        raised = self._root.forward_io.raised
         if schedule.methods.running:
             return self._end_in_method(raised, output)
-        if self._crew.phase is Phase.FORWARD and raised:
+        if self._executor.state is TrainingState.FORWARD and raised:
             schedule.reset()
             return None
         if schedule.precision.output is not None:
             output = cast_floating(output, schedule.precision.output)
-        if self._crew.phase is Phase.BACKWARD:  # all of the model is being recomputed
+        if self._executor.state is TrainingState.BACKWARD:  # all of the model is being recomputed
             self._watch(self._root, output)
             return output
         return self._end(output)
@@ -142,7 +142,7 @@ class ForwardHooks:
         if raised and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
             return None  # the others are in no meeting any more; `Methods.run` settles it
         self._agreement.finish()
-        self._backward.forwards.note(self._agreement.needed, self._crew.gathered)
+        self._backward.forwards.note(self._agreement.needed, self._executor.gathered)
         self._schedule.methods.leave_forward()
         return output
 
@@ -150,12 +150,13 @@ class ForwardHooks:
         """End what ``_begin`` has begun, or a method."""
         self._root.check_unwritten()
         output = self._root.copy_views(output)
-        if self._crew.phase is Phase.FORWARD:
+        if self._executor.state is TrainingState.FORWARD:
             self._agreement.finish()
-            self._backward.forwards.note(self._agreement.needed, self._crew.gathered, self.order)
-            self._crew.turn_to(Phase.IDLE)
+            gathered = self._executor.gathered
+            self._backward.forwards.note(self._agreement.needed, gathered, self.order)
+            self._executor.enter_state(TrainingState.IDLE)
         if not self._watch(self._root, output):
-            self._crew.release_all()
+            self._executor.release_all()
         # Between forward and backward, user code must meet the sharded parameters everywhere.
         self._root.uninstall()
         return output
@@ -168,18 +169,18 @@ class ForwardHooks:
             schedule.reset()
         schedule.require_values(f"a forward of {unit.label}")
         unit.let_hooks_see()
-        unit.passage.begin()
-        unit.passage.enter(inputs)
-        if self._crew.phase is Phase.FORWARD:
+        unit.forward_io.begin()
+        unit.forward_io.enter(inputs)
+        if self._executor.state is TrainingState.FORWARD:
             self.order.append(unit)
             self._keep(None)
         alone = self._is_called_alone(unit)
         if alone:
-            self._agreement.begin(Ask.ALONE, unit.label, f"a forward of {unit.label} alone")
+            self._agreement.begin(Intent.ALONE, unit.label, f"a forward of {unit.label} alone")
             self._backward.forwards.begin()
         schedule.obtain(unit)
-        self._crew.enter("forward", unit)
-        if self._crew.phase is Phase.BACKWARD:
+        self._executor.enter("forward", unit)
+        if self._executor.state is TrainingState.BACKWARD:
             self._backward.recomputation.enter(unit)
         if alone:
             self._agreement.finish()
@@ -192,40 +193,41 @@ class ForwardHooks:
         if schedule.bypassed():
             return None
         self._backward.recomputation.leave(unit)
-        if unit.passage.raised:
+        if unit.forward_io.raised:
             # Inside the root's forward that is the root's to settle.
-            if self._crew.phase is Phase.BACKWARD:
+            if self._executor.state is TrainingState.BACKWARD:
                 if isinstance(sys.exc_info()[1], _StopRecomputationError):
                     self._backward.recomputed(unit)
-            elif self._crew.phase is Phase.IDLE and not inside_backward():
-                unit.passage.forget()
-                self._crew.release(unit)
+            elif self._executor.state is TrainingState.IDLE and not inside_backward():
+                unit.forward_io.forget()
+                self._executor.release(unit)
             return None
         if unit.state is not State.GATHERED:
             return None
-        self._crew.leave(unit)
+        self._executor.leave(unit)
         output = unit.hand_out(args, output)
         watched = self._watch(unit, output)
-        if self._crew.phase is Phase.BACKWARD:
+        if self._executor.state is TrainingState.BACKWARD:
             self._backward.recomputed(unit)  # whose own backward follows soon, so it stays
             return output
-        if watched and self._crew.phase is Phase.FORWARD and self._agreement.may_be_last:
+        in_forward = self._executor.state is TrainingState.FORWARD
+        if watched and in_forward and self._agreement.may_be_last:
             unit.uninstall()
             unit.in_use = False  # it keeps its memory only as long as nobody needs it
             self._keep(unit)
         else:
-            self._crew.release(unit)
+            self._executor.release(unit)
         return output
 
     def _keep(self, unit: Unit | None) -> None:
         """Let ``unit`` stay for backward, which needs it first, in place of another."""
         kept, self._kept = self._kept, unit
         if kept is not None and kept is not unit and not kept.in_use:
-            self._crew.release(kept)
+            self._executor.release(kept)
 
     def _watch(self, unit: Unit, output: object) -> bool:
         """Hook ``output``, so that backward announces itself there; whether it can be hooked."""
-        own = unit.passage.leave(output)
+        own = unit.forward_io.leave(output)
         for index, tensor in enumerate(own):
             self._announce(tensor, unit, index)
         return bool(own)
@@ -250,12 +252,12 @@ class ForwardHooks:
 
     def _is_nested(self) -> bool:
         """Whether the model calls itself in a forward that is under way."""
-        in_forward = self._crew.phase is Phase.FORWARD
+        in_forward = self._executor.state is TrainingState.FORWARD
         return in_forward and calls_under_way(self._schedule.model) > 1
 
     def _is_called_alone(self, unit: Unit) -> bool:
         """Whether ``unit``'s module was called outside of the root's forward."""
-        outside = self._crew.phase is Phase.IDLE and not inside_backward()
+        outside = self._executor.state is TrainingState.IDLE and not inside_backward()
         return outside and not any(u.in_use and u.encloses(unit) for u in self._units)
 
     def _forget_last_forward(self) -> None:
@@ -264,5 +266,5 @@ class ForwardHooks:
         for unit in self._units:
             unit.in_use = False
             if unit.outdated:
-                self._crew.reshard(unit)
+                self._executor.reshard(unit)
         schedule.renew()  # what has not been since the step: another library's optimizer took it

@@ -15,7 +15,7 @@ from ..unit import Unit
 from .updates import Tally
 
 
-class Ask(enum.IntEnum):
+class Intent(enum.IntEnum):
     """What a rank brings to a meeting."""
 
     FORWARD = 0  # from here on: about to begin
@@ -25,8 +25,8 @@ class Ask(enum.IntEnum):
     CALL = 4  # what a script calls between steps
     ALONE = 5  # a forward of one unit
     METHOD = 6  # the rest of a method that has called the model, or its end
-    GO_ON = 7  # with a forward, inside of which another model's phase has ended
-    END = 8  # of a phase without a program, or of one that ranks have left before
+    GO_ON = 7  # with a forward, inside of which another model's pass has ended
+    END = 8  # of a pass without a program, or of one that ranks have left before
     GATHER = 9  # from here on: needed now
     READY = 10
 
@@ -41,19 +41,19 @@ class Ask(enum.IntEnum):
         return self in _SAME_ABOUT
 
 
-_FORWARDS = frozenset((Ask.FORWARD, Ask.ALONE, Ask.METHOD, Ask.GO_ON))
-_SAME_ABOUT = frozenset((Ask.CALL, Ask.ALONE, Ask.METHOD))
-_NEEDS = frozenset((Ask.GATHER, Ask.READY))
-_OF_A_STEP = _FORWARDS | {Ask.BACKWARD, Ask.HOLD, Ask.RENEW}
+_FORWARDS = frozenset((Intent.FORWARD, Intent.ALONE, Intent.METHOD, Intent.GO_ON))
+_SAME_ABOUT = frozenset((Intent.CALL, Intent.ALONE, Intent.METHOD))
+_NEEDS = frozenset((Intent.GATHER, Intent.READY))
+_OF_A_STEP = _FORWARDS | {Intent.BACKWARD, Intent.HOLD, Intent.RENEW}
 
 
 class Message(NamedTuple):
-    """One rank's part of a meeting; whole numbers all, 0 where the ask says nothing of them."""
+    """One rank's part of a meeting; whole numbers all, 0 where the intent says nothing of them."""
 
     model: int  # number of the wrapped model
-    ask: Ask
+    intent: Intent
     unit: int = 0  # index of the one that is needed or ready
-    about: int = 0  # checksum of what the phase depends on
+    about: int = 0  # checksum of what the pass depends on
     trained: int = 0  # checksum of the parameters that a backward trains
     changes: int = 0  # see ``Tally``
     checksum: int = 0
@@ -75,10 +75,10 @@ class Member(Protocol):
         """Carry out what ``messages``, one of each rank, ask for of this model."""
 
     def forgo_learning(self) -> None:
-        """Learn nothing of the last phase."""
+        """Learn nothing of the last pass."""
 
     def pause(self) -> None:
-        """Let another model's phase begin inside a forward."""
+        """Let another model's pass begin inside a forward."""
 
     def go_on(self) -> None:
         """Go on with a forward that was paused."""
@@ -87,12 +87,12 @@ class Member(Protocol):
 class Meetings:
     """Where the ranks of all models that are wrapped over the same ones meet.
 
-    A rank may be asked to take part in the gather of one model when it is about to begin a phase of
+    A rank may be asked to take part in the gather of one model when it is about to begin a pass of
     another.
 
     Attributes:
         left: whether this rank has left a forward by an exception, and begun nothing since.
-        open: whether this rank has ended a phase that others may still be in, and may need more of.
+        open: whether this rank has ended a pass that others may still be in, and may need more of.
     """
 
     def __init__(self) -> None:
@@ -119,12 +119,12 @@ class Meetings:
             self._forwards.remove(member)
 
     def pause(self, member: Member) -> None:
-        """A phase of ``member`` is about to begin, maybe inside of another model's forward."""
+        """A pass of ``member`` is about to begin, maybe inside of another model's forward."""
         if self._forwards and self._forwards[-1] is not member:
             self._forwards[-1].pause()
 
     def go_on(self, member: Member) -> None:
-        """That phase has ended."""
+        """That pass has ended."""
         if self._forwards and self._forwards[-1] is not member:
             self._forwards[-1].go_on()
 
@@ -136,7 +136,7 @@ class Meetings:
         Raises:
             MismatchError: as ``meet``; also if some ranks are inside of more forwards than others.
         """
-        left = self.left and mine.ask is not Ask.METHOD  # which tells of it itself
+        left = self.left and mine.intent is not Intent.METHOD  # which tells of it itself
         inside = sum(each is not member for each in self._forwards)
         messages = self.meet(comm, mine._replace(left=int(left), inside=inside), label, step)
         self.left = False
@@ -161,10 +161,10 @@ class Meetings:
             members = dict(self._members.items())  # none goes before it has served
             mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))
             words = comm.all_gather_words(mine, tag)
-            if mine.ask not in _NEEDS and words.count([*mine]) == len(words):
+            if mine.intent not in _NEEDS and words.count([*mine]) == len(words):
                 return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
-            messages = [Message(model, Ask(ask), *rest) for model, ask, *rest in words]
-            asking = [message for message in messages if message.ask in _NEEDS]
+            messages = [Message(model, Intent(intent), *rest) for model, intent, *rest in words]
+            asking = [message for message in messages if message.intent in _NEEDS]
             if asking:
                 asked = sorted({message.model for message in asking})
                 if len({message.there for message in messages}) > 1:
@@ -173,12 +173,12 @@ class Meetings:
                     members[model].serve(mine, messages)
                 if mine in asking:
                     return messages
-            elif len({(message.model, message.ask, message.inside) for message in messages}) == 1:
+            elif len({(each.model, each.intent, each.inside) for each in messages}) == 1:
                 return messages
             else:
                 forgo_learning(members)
                 # Who has left may be at a change of parameters, and waits for the others there.
-                self.open = any(message.left and message.ask is Ask.END for message in messages)
+                self.open = any(each.left and each.intent is Intent.END for each in messages)
                 refuse_but_who_left(comm, label, mine, messages)
 
 
@@ -191,7 +191,7 @@ def meetings_of(comm: Comm) -> Meetings:
 
 
 def forgo_learning(members: Mapping[int, Member]) -> None:
-    """Forget what every model's last phase was, as the ranks go on from different ones."""
+    """Forget what every model's last pass was, as the ranks go on from different ones."""
     for member in members.values():
         member.forgo_learning()
 
@@ -254,7 +254,7 @@ def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequenc
     if len({message.inside for message in messages}) > 1:
         where = "inside" if mine.inside else "outside"
         label = f"{label}, {where} another model's forward"
-    of_a_step = all(message.ask in _OF_A_STEP for message in messages if not message.left)
+    of_a_step = all(message.intent in _OF_A_STEP for message in messages if not message.left)
     if not (mine.left and of_a_step) or all(message.left for message in messages):
         refuse(comm, label)
     tell(comm, f"{label}, after one that raised an exception")

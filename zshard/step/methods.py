@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..errors import CommError, MismatchError
-from ..phase import calls_under_way, inside_backward
-from .meeting import Ask
+from ..training_state import calls_under_way, inside_backward
+from .meeting import Intent
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -55,19 +55,19 @@ class Methods:
         except BaseException as error:
             schedule.reset()
             told = isinstance(error, (MismatchError, CommError))  # all ranks
-            if name in self._call_the_model and schedule.crew.has_peers and not told:
+            if name in self._call_the_model and schedule.executor.has_peers and not told:
                 with suppress(MismatchError):
                     self._meet("an exception in", name)
             raise
         finally:
             self.running = ""
-        schedule.root.passage.begin()
+        schedule.root.forward_io.begin()
         output = schedule.forward.root_post_forward(schedule.model, args, output)
         if self._called:
             try:
                 self._meet("the end of", name)
             except MismatchError:  # the step is over
-                schedule.crew.release_all()
+                schedule.executor.release_all()
                 raise
         return output
 
@@ -80,8 +80,8 @@ class Methods:
 
     def leave_forward(self) -> None:
         """The model, which the method has called, has returned."""
-        self._schedule.agreement.begin(Ask.METHOD, self.running, self.running)
+        self._schedule.agreement.begin(Intent.METHOD, self.running, self.running)
 
     def _meet(self, how: str, name: str) -> None:
         what = f"{how} {name}"
-        self._schedule.agreement.begin(Ask.METHOD, what, what, gathers=False)
+        self._schedule.agreement.begin(Intent.METHOD, what, what, gathers=False)

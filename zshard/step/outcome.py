@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     sum_of_squares: torch.Tensor  # 0-d float64, on the device
     non_finite: torch.Tensor  # 0-d float64, on the device: not 0 if any gradient is not finite
     failures: int  # ranks whose backward raised
-    places: int  # the sum of theirs: of a single one, which it is
+    failed_rank: int  # the sum of theirs: of a single one, which it is
     strays: int  # ranks whose backward took another way than before
     present: list[bool]  # of each trained parameter, whether any rank has a gradient
 
@@ -43,7 +43,7 @@ class Ending(enum.Enum):
         return self in (Ending.RAISED, Ending.STRAYED)
 
 
-class Telling:
+class OutcomeSum:
     """This rank's part, then the sum, while it is under way.
 
     Args:
@@ -56,7 +56,7 @@ class Telling:
         self, stats: torch.Tensor, ending: Ending, present: Iterable[bool], comm: Comm
     ) -> None:
         failed = ending is not Ending.WELL
-        mine = [failed, failed * comm.place, ending is Ending.STRAYED, *present]
+        mine = [failed, failed * comm.world_rank, ending is Ending.STRAYED, *present]
         told = torch.tensor(mine, dtype=torch.float64, device="cpu")
         joined = torch.cat([stats, told]) if stats.is_cpu else None
         self._messages = [stats, told] if joined is None else [joined]
@@ -79,12 +79,12 @@ class Telling:
     def outcome(self) -> Outcome:
         """The sum, after ``wait``."""
         sum_of_squares, non_finite = self._stats
-        failures, places, strays, *present = self._told.tolist()
+        failures, failed_rank, strays, *present = self._told.tolist()
         return Outcome(
             sum_of_squares,
             non_finite,
             failures=int(failures),
-            places=int(places),
+            failed_rank=int(failed_rank),
             strays=int(strays),
             present=[ranks > 0 for ranks in present],
         )

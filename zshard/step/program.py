@@ -1,28 +1,45 @@
-"""Programs: the collectives of a phase, in the order in which every rank issues them.
+"""Programs: the collectives of a pass, in the order in which every rank issues them.
 
 [Note: one agreed order]
 A collective meets the other ranks' by nothing but its place in the order of issue: ranks that issue
 different ones at one place hang, crash, or get wrong numbers. So none is issued that the others do
-not know of. A phase (a forward, a backward) follows a program: what it consisted of when it was run
+not know of. A pass (a forward, a backward) follows a program: what it consisted of when it was run
 before, the same on every rank. A rank that does not need a gather takes part and discards.
 
-Before a phase the ranks meet: a small all-gather of what each is about to do. A rank that needs
+Before a pass the ranks meet: a small all-gather of what each is about to do. A rank that needs
 what its program does not have finishes the program first and then brings its need to the meeting,
-in which the others, about to begin their next phase, take part until nobody needs anything. A phase
+in which the others, about to begin their next pass, take part until nobody needs anything. A pass
 without a program, the first of its kind, goes from meeting to meeting, up to one at its end, where
 the ranks put together what each has needed; that is the program of the next. Once a rank has left a
-program, phases that follow one end with a meeting as well, so that a rank in need finds the others
-there, and not in a collective of the user's own. So does a change of parameters behind a phase that
+program, passes that follow one end with a meeting as well, so that a rank in need finds the others
+there, and not in a collective of the user's own. So does a change of parameters behind a pass that
 has ended without a meeting begin with one: a rank in need gets what they were. Where ranks begin
-different phases, or phases of different models, or only some do so inside another model's forward,
+different passes, or passes of different models, or only some do so inside another model's forward,
 all of them raise. If it is because a forward has raised on some, only the others do: that ends the
-step there, too, and all come to the same next phase, or change of parameters.
+step there, too, and all come to the same next pass, or change of parameters.
 
-Another model's phase cuts the forward that it begins inside of in two, each with its own program:
+Another model's pass cuts the forward that it begins inside of in two, each with its own program:
 ranks that are in unlike places of one would not find each other behind it.
 
 A backward that begins inside another model's follows a program only if that does too, and every
 rank needs all of both; else both go from meeting to meeting, in whatever order autograd has.
+
+[Note: an example of it]
+A root r around units a, b and c, zero3, prefetch 1, on two ranks. The first step:
+
+    forward   meet; meet, gather r; meet, gather a; meet, gather b; meet, gather c; meet
+    backward  meet; meet, reduce c; meet, gather b; meet, reduce b; meet, gather a; meet, reduce a;
+              meet, reduce r
+
+The last meeting of each is its end, where the ranks put together what they have needed, and move
+each gather ahead of the need before it. From then on:
+
+    forward   meet; gather r, gather a, gather b, gather c
+    backward  meet; gather b, reduce c, gather a, reduce b, reduce a, reduce r
+
+Now rank 1 skips b in one step. Its forward follows the program, and takes part in the gather of b.
+Its backward is of another kind, as both ranks hear in its first meeting, so both go from meeting to
+meeting: where rank 0 brings its need of b and rank 1 that of a, both units are gathered, on both.
 """
 
 from __future__ import annotations
@@ -50,17 +67,17 @@ class Turn(NamedTuple):
 
 
 Program = tuple[Turn, ...]
-Key = tuple[int, ...]  # what tells one kind of phase from others, the same on every rank
+Key = tuple[int, ...]  # what tells one kind of pass from others, the same on every rank
 
 _MOST = 64  # kept at a time: ranks that never repeat themselves would learn one each step
 
 
 @dataclass
 class Run:
-    """A phase under way, or the last one: what it follows, and what has come of it on this rank.
+    """A pass under way, or the last one: what it follows, and what has come of it on this rank.
 
     Attributes:
-        key: what kind of phase it is.
+        key: what kind of pass it is.
         program: what it follows; None where it goes from meeting to meeting.
         trained: units that end up reduced; where no need says when, in this order.
         reduces: whether they still have to be.
@@ -69,11 +86,11 @@ class Run:
         meets_at_end: whether a meeting ends it.
         needed: what this rank has needed, in its order.
         ready: units that are complete on this rank.
-        ready_on: where there is no program, unit -> the places of those on which it is.
+        ready_on: where there is no program, unit -> the ranks on which it is.
         reduced: units that were reduced in it.
         aborted: whether this rank has left it by an exception.
         interrupted: whether another model's backward has begun inside of it, a backward.
-        paused: whether another model's phase is under way inside of it, a forward.
+        paused: whether another model's pass is under way inside of it, a forward.
         cuts: how many were before; needed_before: what this rank has needed before the last.
     """
 
@@ -113,14 +130,14 @@ class Run:
         self._at += 1
         return self.program[self._at - 1]
 
-    def leave_program(self, places: Iterable[int]) -> None:
+    def leave_program(self, ranks: Iterable[int]) -> None:
         """Go on from meeting to meeting; what reduces brings all that is ready to them.
 
         Args:
-            places: of the ranks that are as far as this one.
+            ranks: those that are as far as this one.
         """
         if self.reduces:
-            self.ready_on = {unit: set(places) for unit in self.ready}
+            self.ready_on = {unit: set(ranks) for unit in self.ready}
             self.follows, self.meets_at_end = False, True
         self.program, self.to_be_learned = None, True
 
@@ -135,7 +152,7 @@ class Run:
 
 
 class Programs:
-    """The programs of one model's phases, by key; the latest are kept."""
+    """The programs of one model's passes, by key; the latest are kept."""
 
     def __init__(self) -> None:
         self._learned: dict[Key, Program] = {}
@@ -143,7 +160,7 @@ class Programs:
         self._alike: dict[Key, bool] = {}  # whether every rank needed all of it
 
     def of(self, key: Key) -> Program | None:
-        """The program that a phase of ``key`` is to follow, if any."""
+        """The program that a pass of ``key`` is to follow, if any."""
         return None if key in self._unsteady else self._learned.get(key)
 
     def learn(
@@ -153,7 +170,7 @@ class Programs:
         reduced: Sequence[int],
         prefetch: int,
     ) -> None:
-        """Learn from what a phase of ``key`` has needed; see ``learn``."""
+        """Learn from what a pass of ``key`` has needed; see ``learn``."""
         self._learned[key] = learn(self._learned.pop(key, None), needed, reduced, prefetch)
         self._alike.pop(key, None)
         self._alike[key] = all(each == needed[0] for each in needed)
@@ -165,7 +182,7 @@ class Programs:
         return self._alike.get(key, False)
 
     def distrust(self, key: Key) -> None:
-        """From now on, have no phase of ``key`` follow a program."""
+        """From now on, have no pass of ``key`` follow a program."""
         self._unsteady[key] = None
         _keep_latest(self._unsteady)
 
@@ -187,7 +204,7 @@ def learn(
     reduced: Sequence[int],
     prefetch: int,
 ) -> Program:
-    """The program of a phase that has run on every rank.
+    """The program of a pass that has run on every rank.
 
     Args:
         old: the program that it followed and had to leave; None if there was none.

@@ -2,10 +2,10 @@
 
 Order of events for each trainable flat buffer: pack (one pass over the gradients, which are freed),
 exchange, and one pass that sums the ranks' chunks in rank order, accumulates, and leaves the sum of
-squares and a non-finite flag (flight.py). An exchange is in flight under the next unit's backward,
-until its buffer is needed; on CPU, until the next one begins. After the last one a small all-reduce
-tells every rank what came out (outcome.py): the global sum of squares, whether anything is not
-finite, which parameters have a gradient on any rank, and which ranks' backward has raised.
+squares and a non-finite flag (pending_reduction.py). An exchange is in flight under the next unit's
+backward, until its buffer is needed; on CPU, until the next one begins. After the last one a small
+all-reduce tells every rank what came out (outcome.py): the global sum of squares, whether anything
+is not finite, which parameters have a gradient on any rank, and which ranks' backward has raised.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..transports.refusal import attempt, raise_together
 from ..unit import Unit
 from ..units.flat import Flat
 from ..units.pool import Pool, Scratch
-from .flight import Flight, Route
-from .outcome import Ending, Outcome, Telling
+from .outcome import Ending, Outcome, OutcomeSum
+from .pending_reduction import PendingReduction, ReduceBuffers
 
-Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Crew.doing``
+Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Executor.doing``
 
 
 class Reducer:
@@ -38,17 +38,17 @@ class Reducer:
         self.trained_flats: list[Flat] = []  # those with anything to be trained
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
-        self._in_flight: list[Flight] = []  # that use reduce buffers, in order
-        self._apart: Flight | None = None  # the last that uses no reduce buffer
-        self._flights: list[Flight] = []  # of this backward
-        self._routes: dict[Flat, Route] = {}
-        self._landing: dict[Flat, Route] = {}  # those into shards, for as long as these stay
+        self._in_flight: list[PendingReduction] = []  # that use reduce buffers, in order
+        self._apart: PendingReduction | None = None  # the last that uses no reduce buffer
+        self._pending: list[PendingReduction] = []  # of this backward
+        self._buffers: dict[Flat, ReduceBuffers] = {}
+        self._landing: dict[Flat, ReduceBuffers] = {}  # those in shards, while these stay
         # Of every flat buffer, whether trained or not: the sum of squares, the non-finite flag.
         self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
         self._stats_of = dict(zip(self.all_flats, self._stats.unbind(), strict=True))
         self._present: dict[Flat, list[bool]] = {}
         self._ending = Ending.WELL  # of the last backward
-        self._telling: Telling | None = None  # what came out, until ``settle`` has taken it in
+        self._outcome: OutcomeSum | None = None  # until ``read_outcome`` has taken it in
         self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
@@ -59,7 +59,7 @@ class Reducer:
         """Find out what there is to reduce: at first, and after parameters were (un)frozen."""
         self.trained_flats = [flat for flat in self.all_flats if flat.requires_grad]
         self._stats.zero_()
-        self._routes.clear()
+        self._buffers.clear()
         self._landing.clear()
         self._pool.reserve_scratch(scratch_sizes(self.trained_flats, self._comm))
         for flat in self.all_flats:
@@ -97,25 +97,25 @@ class Reducer:
         if self._apart is not None:
             self._apart.land()  # and with it those before it on the reduce lane
             self._apart = None
-        while self._flights:
-            self._flights[0].wait()
-            self._flights.pop(0)
+        while self._pending:
+            self._pending[0].wait()
+            self._pending.pop(0)
         self._ending = ending
         present = chain(*(self._present[flat] for flat in self.trained_flats))
         stats = self._stats.sum(0)
-        self._telling = Telling(stats, ending, present, self._comm)
-        self._telling.start(tag._replace(phase="reduce", about="norm"))
+        self._outcome = OutcomeSum(stats, ending, present, self._comm)
+        self._outcome.start(tag._replace(phase="reduce", about="norm"))
 
-    def settle(self) -> None:
+    def read_outcome(self) -> None:
         """Read the result of the last backward's all-reduce, if that has not been done.
 
         Raises:
             StateError: if the backward has raised an exception on another rank.
         """
-        if self._telling is None:
+        if self._outcome is None:
             return
-        self._telling.wait()
-        found, self._telling = self._telling.outcome(), None
+        self._outcome.wait()
+        found, self._outcome = self._outcome.outcome(), None
         self._sum_of_squares, self._non_finite = found.sum_of_squares, found.non_finite
         left_out = set(self.all_flats) - set(self.trained_flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
@@ -141,7 +141,7 @@ class Reducer:
         ]
         if not hooked:
             return
-        self.settle()
+        self.read_outcome()
         for flat, index in hooked:
             if flat.grads.arrived[index]:
                 for hook in flat.hooks[index].after_reduction.in_order():
@@ -157,7 +157,7 @@ class Reducer:
         self.drop()
         if not self._ending.without_gradients:
             single = found.failures == 1
-            who = f"rank {found.places}" if single else f"{found.failures} ranks"
+            who = f"rank {found.failed_rank}" if single else f"{found.failures} ranks"
             raise StateError(
                 f"on {who} a backward of this step (the last one, or one inside no_sync) raised an "
                 "exception, or took another way than before. The step's gradients are dropped on "
@@ -168,47 +168,48 @@ class Reducer:
         """Pack what gradients there are of ``unit``, and start reducing them."""
         for flat in unit.flats:
             if flat.requires_grad:
-                route = self._route_of(flat)
+                buffers = self._buffers_of(flat)
                 # In order, up to the last one that is in the way: another may lie before it.
-                while not all(flight.leaves_free(route) for flight in self._in_flight):
+                while not all(pending.leaves_free(buffers) for pending in self._in_flight):
                     self._in_flight.pop(0).land()
-                self._comm.reclaim(route.packed, tag)
+                self._comm.reclaim(buffers.packed, tag)
                 with self._comm.shards.attending():
                     with doing("pack", unit):
                         self._present[flat] = flat.grads.ready()
-                        flat.grads.pack(route.packed, route.scale_packed)
+                        flat.grads.pack(buffers.packed, buffers.scale_packed)
                     with doing("reduce", unit):
-                        flight = Flight(flat, route, self._stats_of[flat], self._comm, tag)
-                    if route.apart:
-                        self._apart = flight
+                        stats = self._stats_of[flat]
+                        pending = PendingReduction(flat, buffers, stats, self._comm, tag)
+                    if buffers.apart:
+                        self._apart = pending
                     else:
-                        self._in_flight.append(flight)
-                    self._flights.append(flight)
+                        self._in_flight.append(pending)
+                    self._pending.append(pending)
 
-    def _route_of(self, flat: Flat) -> Route:
-        if (route := self._routes.get(flat)) is None:
-            turn = self.trained_flats.index(flat)
-            route = self._routes[flat] = Route.of(flat, self._comm, self._pool, turn)
+    def _buffers_of(self, flat: Flat) -> ReduceBuffers:
+        if (buffers := self._buffers.get(flat)) is None:
+            index = self.trained_flats.index(flat)
+            buffers = self._buffers[flat] = ReduceBuffers.of(flat, self._comm, self._pool, index)
         if (room := flat.grads.room()) is None:
-            return route
+            return buffers
         if flat not in self._landing:
-            self._landing[flat] = route.landing_in(room)
+            self._landing[flat] = buffers.landing_in(room)
         return self._landing[flat]
 
     def abandon(self) -> None:
         """Forget a backward that did not finish; see [Note: after an exception] in backward.py."""
-        for flight in self._flights:
-            flight.abandon()
-        self._flights.clear()
+        for pending in self._pending:
+            pending.abandon()
+        self._pending.clear()
         self._in_flight.clear()
         self._apart = None
 
     def forget(self) -> None:
         """Drop all gradients, as all ranks do, and what is not known of them yet."""
-        self._flights.clear()
+        self._pending.clear()
         self._in_flight.clear()
         self._apart = None
-        self._telling = None
+        self._outcome = None
         for flat in self.all_flats:
             flat.grads.drop_leaves()
         self.drop()
@@ -219,13 +220,13 @@ class Reducer:
     @property
     def sum_of_squares(self) -> torch.Tensor | None:
         """0-d float64, of all gradients on all ranks; None if they were changed since."""
-        self.settle()
+        self.read_outcome()
         return self._sum_of_squares
 
     @property
     def non_finite(self) -> torch.Tensor | None:
         """0-d float64, not 0 if any gradient is not finite; None if they were changed since."""
-        self.settle()
+        self.read_outcome()
         return None if self._sum_of_squares is None else self._non_finite
 
     def covers(self, params: Iterable[Sharded]) -> bool:
@@ -240,7 +241,7 @@ class Reducer:
 
     def apply_scale(self) -> None:
         """Multiply the gradients by the factor that zshard's optimizers apply on the fly."""
-        self.settle()
+        self.read_outcome()
         if self.grad_scale is not None:
             for flat in self.all_flats:
                 if any(flat.grads.present):
@@ -250,7 +251,7 @@ class Reducer:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient that was reduced."""
-        self.settle()
+        self.read_outcome()
         return any(any(flat.grads.present) for flat in self.all_flats)
 
     def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
@@ -270,12 +271,12 @@ class Reducer:
 
     def forget_norm(self) -> None:
         """Note that gradients may have changed since the reduction."""
-        self.settle()
+        self.read_outcome()
         self._sum_of_squares = None
 
 
 def scratch_sizes(flats: Sequence[Flat], comm: Comm) -> dict[Scratch, int]:
     """Bytes of the reduce buffers that all of ``flats`` take turns in."""
-    sizes = [Route.bytes_of(flat, comm) for flat in flats]
+    sizes = [ReduceBuffers.bytes_of(flat, comm) for flat in flats]
     names = sizes[0] if sizes else {}
     return {name: max(each[name] for each in sizes) for name in names}

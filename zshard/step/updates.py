@@ -67,7 +67,7 @@ class Updates:
             value: numbers, which errors show.
             of_gradients: it changes these alone.
         """
-        if self._comm.world > 1:
+        if self._comm.world_size > 1:
             self._noted[what] = value
             checksum = zlib.crc32(f"{what}: {value}".encode())
             if of_gradients:
@@ -77,13 +77,13 @@ class Updates:
 
     def note_many(self, what: str, values: object, *, of_gradients: bool = False) -> None:
         """As ``note``, of too much for errors to show."""
-        if self._comm.world > 1:
+        if self._comm.world_size > 1:
             checksum = f"{zlib.crc32(repr(values).encode()):08x}"
             self.note(f"{what} (by checksum)", checksum, of_gradients=of_gradients)
 
     def note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """Note that parameter ``index`` of ``flat`` got its part of ``whole``."""
-        if self._comm.world > 1:
+        if self._comm.world_size > 1:
             seen = digest(whole.to(flat.dtypes.master))
             self.note(f"the values of {flat.names[index]} (by checksum)", seen)
 
@@ -160,7 +160,7 @@ def note_step(name: str, groups: Sequence[Mapping[str, Any]], settings: object) 
     members: dict[Schedule, list[tuple[int, str]]] = {}
     for index, group in enumerate(groups):
         for param in group["params"]:
-            if isinstance(param, Sharded) and param.flat.schedule.comm.world > 1:
+            if isinstance(param, Sharded) and param.flat.schedule.comm.world_size > 1:
                 members.setdefault(param.flat.schedule, []).append((index, param.fqn))
     for schedule, names in members.items():
         if schedule.reducer.has_gradients:
@@ -179,7 +179,7 @@ def note_states(name: str, param: torch.Tensor, states: Mapping[str, object]) ->
     Args:
         name: the optimizer's.
     """
-    if isinstance(param, Sharded) and param.flat.schedule.comm.world > 1:
+    if isinstance(param, Sharded) and param.flat.schedule.comm.world_size > 1:
         for state, value in states.items():
             if isinstance(value, Sharded) or not isinstance(value, torch.Tensor):
                 continue

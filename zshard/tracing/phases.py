@@ -86,6 +86,6 @@ class Phases:
         """A transfer is issued, for the latest phase of its name."""
         transfer.event = self._latest.get((transfer.phase, transfer.unit))
 
-    def hold(self, stall: Stall) -> None:
+    def begin_stall(self, stall: Stall) -> None:
         """The compute stream waits, within what is under way."""
         stall.inside = self._open[-1] if self._open else None

@@ -192,16 +192,16 @@ class Trace:
         """The time of the current stream."""
         return self._now()
 
-    def hold(
+    def begin_stall(
         self, op: str, tag: Tag, transfer: Transfer | None, since: float | None = None
     ) -> Stall:
         """The compute stream waits; ``since``: that the host did is known only now."""
         stall = Stall(op, tag, transfer, self._now() if since is None else since)
         self.stalls.append(stall)
-        self._tell(("hold", stall))
+        self._tell(("begin_stall", stall))
         return stall
 
-    def resume(self, stall: Stall) -> None:
+    def end_stall(self, stall: Stall) -> None:
         """The compute stream goes on."""
         stall.last = self._now()
 
@@ -320,9 +320,9 @@ class Meeting:
         trace.transfers.append(self._transfer)
 
     def __enter__(self) -> None:
-        self._stall = self._trace.hold(self._transfer.op, self._tag, self._transfer)
+        self._stall = self._trace.begin_stall(self._transfer.op, self._tag, self._transfer)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._transfer.ends.append(self._clock())
-        self._trace.resume(self._stall)
+        self._trace.end_stall(self._stall)

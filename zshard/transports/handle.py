@@ -43,11 +43,11 @@ class Handle:
         if trace is None or self._comm.on_lane:
             self._wait()
             return
-        stall = trace.hold(self._op, self._tag, self.transfer)
+        stall = trace.begin_stall(self._op, self._tag, self.transfer)
         try:
             self._wait()
         finally:
-            trace.resume(stall)
+            trace.end_stall(stall)
 
     def _wait(self) -> None:
         if self._work is not None:

@@ -44,8 +44,8 @@ class NamedErrors(NamedTuple):
                     "at the first error among the ranks' logs."
                 )
             raise CommError(
-                f"rank {self.comm.place} of {self.comm.world}: {self.op} in {self.tag} failed: "
-                f"{error}.{ended} {cause}"
+                f"rank {self.comm.world_rank} of {self.comm.world_size}: {self.op} in {self.tag} "
+                f"failed: {error}.{ended} {cause}"
             ) from error
 
 

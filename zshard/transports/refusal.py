@@ -48,7 +48,7 @@ def attempt(
         other: what an error is told as that is not one of zshard's.
 
     Returns:
-        This rank's error; what all ranks refuse, in the order of ``Comm.place``, [] if none does.
+        This rank's error; what all ranks refuse, by ``Comm.world_rank``, [] if none does.
     """
     failure: Exception | None = None
     try:
@@ -83,7 +83,7 @@ def raise_together(
 
     Args:
         failure: this rank's error.
-        everyone: what all ranks have told, in the order of ``Comm.place``.
+        everyone: what all ranks have told, in the order of ``Comm.world_rank``.
         at: what the rank could not do, where its error alone does not say so.
 
     Raises:

@@ -206,7 +206,7 @@ class Flat:
         Raises:
             MismatchError: on every rank, if others do not come to a change of parameters.
         """
-        self.schedule.agreement.settle()  # other ranks may still need the values
+        self.schedule.agreement.meet_before_change()  # other ranks may still need the values
         self.unit.before_send_written(self)  # as may a gather under way
 
     def before_slices(self, storages: set[int]) -> None:

@@ -103,7 +103,7 @@ class Gradients:
 
     def get(self, index: int) -> ShardedGrad | None:
         """The gradient of parameter ``index``, or None. One that no_sync holds back is one."""
-        self._reducer.settle()
+        self._reducer.read_outcome()
         if not self.present[index] and not self.is_held_back(index):
             return None
         found = self.objects.get(index)
@@ -148,7 +148,7 @@ class Gradients:
         if self.is_held_back(index):
             self.before_access(index)
         self._refuse_fp16(index)
-        self._reducer.settle()
+        self._reducer.read_outcome()
         return self._reducer.grad_scale
 
     def _apply_scale(self, index: int) -> None:

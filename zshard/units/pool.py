@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..unit import Unit
 
 
-Scratch = Literal["packed", "chunks", "sum", "pieces"]  # a reduce buffer; see ``flight.Route``
+Scratch = Literal["packed", "chunks", "sum", "pieces"]  # a reduce buffer; see ``ReduceBuffers``
 
 
 class Slot:

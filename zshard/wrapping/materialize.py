@@ -199,7 +199,7 @@ class Materializer:
                 for module in modules:
                     self._init_fn(module)
             for owned in spec.params:
-                self._settle(owned)
+                self._adopt(owned)
             if not self._turns:
                 self._finish()
 
@@ -213,10 +213,10 @@ class Materializer:
             owned = self._owned.get(id(tensor))
             swap_contents(name, tensor, fresh, [] if owned is None else owned.holders)
 
-    def _settle(self, owned: Owned) -> None:
+    def _adopt(self, owned: Owned) -> None:
         """Move what ``init_fn`` left in a parameter's places into the Parameter object itself."""
         param, wanted = owned.param, self._wanted[id(owned.param)]
-        held = {id(p): p for p in (m._parameters.get(a) for m, a in owned.places)}
+        held = {id(p): p for p in (m._parameters.get(a) for m, a in owned.sites)}
         now = next(iter(held.values()))
         if len(held) > 1 or (now is not param and id(now) in self._owned):
             raise InputError(
@@ -242,13 +242,13 @@ class Materializer:
             param.data = value.copy_(now)
         if now is not param:
             param.__dict__.update(now.__dict__)
-            for module, attribute in owned.places:
+            for module, attribute in owned.sites:
                 setattr(module, attribute, param)
 
     def _finish(self) -> None:
         """Look at what belongs to no unit, and whether the model still has the same parameters."""
         for owned in self._ignored:
-            self._settle(owned)
+            self._adopt(owned)
         for name, buffer in self._model.named_buffers():
             if buffer.is_meta:
                 raise InputError(f"init_fn left the buffer {name} on the meta device")

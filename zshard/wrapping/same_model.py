@@ -126,7 +126,7 @@ def values(specs: Sequence[UnitSpec], comm: Comm, init: str) -> None:
     Raises:
         MismatchError: on every rank, with the first parameter that differs.
     """
-    if comm.world == 1 or init == "trust":
+    if comm.world_size == 1 or init == "trust":
         return
     if init == "broadcast":
         _broadcast(specs, comm)

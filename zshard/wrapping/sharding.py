@@ -28,7 +28,7 @@ from ..transports.shared import NoSharedMemory
 from ..transports.transport import say_fallback
 from ..unitmap import Owned, UnitSpec, flat_groups, owned_parameters
 from ..units.flat import Flat, lend
-from ..units.place import Place
+from ..units.param_site import ParamSite
 from ..units.pool import Pool
 from .materialize import swap_contents
 
@@ -77,7 +77,7 @@ class Sharder:
         if isinstance(error, Exception) and not isinstance(error, CommError):
             self._undo()
 
-    def shard(self, spec: UnitSpec, strategy: Strategy) -> tuple[list[Flat], list[Place]]:
+    def shard(self, spec: UnitSpec, strategy: Strategy) -> tuple[list[Flat], list[ParamSite]]:
         """Make a unit's flat buffers, and put sharded parameters in place of the whole ones.
 
         Raises:
@@ -92,14 +92,14 @@ class Sharder:
             _put_back(made)
             self._raise_or_fall_back(failure, told)
         self._done.append(made)
-        places: list[Place] = []
+        sites: list[ParamSite] = []
         for number, (flat, parts) in enumerate(zip(made.flats, made.parts, strict=True)):
             for segment, (owned, whole) in enumerate(parts):
                 flat.params[segment] = owned.param  # type: ignore[call-overload]
-                places += [Place(m, attribute, number, segment) for m, attribute in owned.places]
+                sites += [ParamSite(m, attribute, number, segment) for m, attribute in owned.sites]
                 if not whole.is_meta:
                     whole.data = whole.data.new_empty(0)
-        return made.flats, places
+        return made.flats, sites
 
     def _make(self, spec: UnitSpec, strategy: Strategy, made: _Made) -> None:
         self._move()
@@ -182,7 +182,7 @@ class Sharder:
             failure.__traceback__ = None  # whose functions hold memory
         if not (self._comm.may_fall_back and all(refusal.lack for refusal in refusals)):
             raise_together(failure, told)
-        if self._comm.place == 0:
+        if self._comm.world_rank == 0:
             say_fallback(refusals[0].text, logging.WARNING)
         self._comm.leave_memory()
         self._to_move = [flat for made in self._done for flat in made.flats]

@@ -13,7 +13,7 @@ from .errors import StateError
 _CALL = nn.Module._call_impl.__code__
 
 
-class Phase(enum.Enum):
+class TrainingState(enum.Enum):
     """Where in a step the model is."""
 
     IDLE = "between forward and backward, or between steps"
@@ -21,11 +21,11 @@ class Phase(enum.Enum):
     BACKWARD = "in a backward through the model"
 
 
-# Where a phase may lead. A reset may find the model IDLE; a backward inside forward ends FORWARD.
-NEXT_PHASES = {
-    Phase.IDLE: (Phase.IDLE, Phase.FORWARD, Phase.BACKWARD),
-    Phase.FORWARD: (Phase.IDLE, Phase.BACKWARD),
-    Phase.BACKWARD: (Phase.IDLE,),
+# Where a state may lead. A reset may find the model IDLE; a backward inside forward ends FORWARD.
+NEXT_STATES = {
+    TrainingState.IDLE: (TrainingState.IDLE, TrainingState.FORWARD, TrainingState.BACKWARD),
+    TrainingState.FORWARD: (TrainingState.IDLE, TrainingState.BACKWARD),
+    TrainingState.BACKWARD: (TrainingState.IDLE,),
 }
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from ..unit import State, Unit
-from .crew import Crew
+from .executor import Executor
 
 
-class Ahead:
+class Prefetched:
     """Units that are gathered, or being gathered, and not needed yet; in order.
 
     Args:
         most: how many.
     """
 
-    def __init__(self, crew: Crew, most: int) -> None:
-        self._crew, self._most = crew, most
+    def __init__(self, executor: Executor, most: int) -> None:
+        self._executor, self._most = executor, most
         self._units: list[Unit] = []
 
     def __len__(self) -> int:
@@ -32,20 +32,20 @@ class Ahead:
     def gather(self, unit: Unit) -> None:
         """Start the gather of ``unit``."""
         self._units.append(unit)
-        self._crew.gather(unit)
+        self._executor.gather(unit)
 
     def take(self, unit: Unit) -> bool:
         """Take ``unit`` out, and free those before it; False if it has to be gathered."""
         if unit not in self._units or unit.state is State.SHARDED:  # outdated meanwhile
             return False
         while (skipped := self._units.pop(0)) is not unit:
-            self._crew.release(skipped)
+            self._executor.release(skipped)
         return True
 
     def discard(self) -> None:
         """Free them all."""
         while self._units:
-            self._crew.release(self._units.pop(0))
+            self._executor.release(self._units.pop(0))
 
     def forget(self) -> None:
         """Have none; they are freed by others."""

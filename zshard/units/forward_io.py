@@ -11,7 +11,7 @@ from ..containers import tensors_in
 from .storage import storage_of
 
 
-class Passage:
+class ForwardIO:
     """One forward of a unit, from its inputs to its outputs."""
 
     def __init__(self) -> None:

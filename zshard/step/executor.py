@@ -14,8 +14,8 @@ from torch.autograd.profiler import record_function
 
 from ..comm import Comm
 from ..errors import StateError
-from ..phase import NEXT_PHASES, Phase
 from ..tag import Tag
+from ..training_state import NEXT_STATES, TrainingState
 from ..unit import State, Unit
 from .outcome import Ending
 from .reduction import Reducer
@@ -23,41 +23,41 @@ from .reduction import Reducer
 _NOTHING = nullcontext()
 
 
-class Crew:
+class Executor:
     """Gathers, frees and reduces units; when, the schedule and the agreement decide.
 
     Attributes:
-        phase: where in a step the model is; ``turn_to`` alone changes it.
+        state: where in a step the model is; ``enter_state`` alone changes it.
         step: backwards that were reduced so far.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, reducer: Reducer) -> None:
         self._units, self._root, self._comm, self._reducer = tuple(units), units[0], comm, reducer
-        self.phase = Phase.IDLE
+        self.state = TrainingState.IDLE
         self.step = 0
 
-    def turn_to(self, phase: Phase) -> None:
-        """Change the model's phase.
+    def enter_state(self, state: TrainingState) -> None:
+        """Change the model's state.
 
         Raises:
             StateError: if what it is in cannot lead there.
         """
-        if phase not in NEXT_PHASES[self.phase]:
+        if state not in NEXT_STATES[self.state]:
             raise StateError(
-                f"{phase.name} ({phase.value}) cannot begin while the model is "
-                f"{self.phase.value}. Call zshard.reset(model) first."
+                f"{state.name} ({state.value}) cannot begin while the model is "
+                f"{self.state.value}. Call zshard.reset(model) first."
             )
-        self.phase = phase
+        self.state = state
 
     @property
     def alone(self) -> bool:
         """Whether this is the only rank."""
-        return self._comm.world == 1
+        return self._comm.world_size == 1
 
     @property
     def has_peers(self) -> bool:
         """Whether there are other ranks to be reached."""
-        return self._comm.world > 1 and not self._comm.broken
+        return self._comm.world_size > 1 and not self._comm.broken
 
     @property
     def gathered(self) -> str:
@@ -69,7 +69,7 @@ class Crew:
         tag = self._tag("gather", unit)
         with self.doing("gather", unit):
             try:
-                unit.gather(tag, move=self.phase is not Phase.BACKWARD)
+                unit.gather(tag, move=self.state is not TrainingState.BACKWARD)
             except StateError:
                 unit.join(tag)  # the other ranks are in it
                 raise

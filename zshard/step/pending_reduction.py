@@ -33,7 +33,7 @@ class Stage(NamedTuple):
     chunks: Rows  # (C, n) reduce dtype
 
 
-class Route(NamedTuple):
+class ReduceBuffers(NamedTuple):
     """The memory of a flat buffer's reduction: views of the pool's reduce buffers.
 
     Over the process group one of them is packed into, and one receives. Over shared memory the
@@ -49,14 +49,14 @@ class Route(NamedTuple):
     apart: bool = False  # it takes no reduce buffer, so that it is in no other's way
 
     @classmethod
-    def of(cls, flat: Flat, comm: Comm, pool: Pool, turn: int) -> Route:
-        """Lay out the reduction of ``flat``, which is the ``turn``-th of those to be trained.
+    def of(cls, flat: Flat, comm: Comm, pool: Pool, index: int) -> ReduceBuffers:
+        """Lay out the reduction of ``flat``, which is the ``index``-th of those to be trained.
 
         fp32 is divided before the sum, as DDP does, so that N = 2 has DDP's bits; 16-bit gradients
         after it, in fp32, so that the division rounds nothing away.
         """
         dtype, layout = flat.dtypes.reduce, flat.layout
-        name: Scratch = "chunks" if comm.shards.in_memory and turn % 2 else "packed"
+        name: Scratch = "chunks" if comm.shards.in_memory and index % 2 else "packed"
         packed = pool.scratch(name, layout.numel * dtype.itemsize).view(dtype)
         sent, room, stages = packed, packed, []
         received: Scratch = "chunks"
@@ -72,11 +72,11 @@ class Route(NamedTuple):
             stages.append(Stage(over, sent, chunks))
             sent = room[:n]  # the sum goes where nothing is read any more
         last = stages[-1].chunks if stages else packed.view(1, layout.numel)
-        mean = 1.0 / comm.world
+        mean = 1.0 / comm.world_size
         scales = (mean, 1.0) if dtype in (torch.float32, torch.float64) else (1.0, mean)
         return cls(packed, tuple(stages), last, *scales, apart=layout.numel == 0)
 
-    def landing_in(self, shard: torch.Tensor) -> Route:
+    def landing_in(self, shard: torch.Tensor) -> ReduceBuffers:
         """As this one, but the sum, where there is nothing to be done for it, arrives in ``shard``.
 
         That is one row, packed by a single rank or summed by NCCL, of which the last pass then
@@ -105,15 +105,17 @@ class Route(NamedTuple):
         return {"packed": packed, "chunks": max(chunks, pieces)}
 
 
-class Flight:
+class PendingReduction:
     """A reduction under way; the gradients are packed.
 
     Args:
         stats: (2,) float64, for the sum of squares and the non-finite flag of the last sum.
     """
 
-    def __init__(self, flat: Flat, route: Route, stats: torch.Tensor, comm: Comm, tag: Tag) -> None:
-        self._flat, self._route, self._comm, self._tag = flat, route, comm, tag
+    def __init__(
+        self, flat: Flat, buffers: ReduceBuffers, stats: torch.Tensor, comm: Comm, tag: Tag
+    ) -> None:
+        self._flat, self._buffers, self._comm, self._tag = flat, buffers, comm, tag
         self._stats = stats
         self._handle: Handle | None = None
         self._unread: Stage | None = None  # what was exchanged and is not summed yet
@@ -126,16 +128,16 @@ class Flight:
         if comm.reduce_lane.stream is not None:
             with comm.reduce_lane.after_compute():
                 self._finish()
-        elif not route.stages:
+        elif not buffers.stages:
             self._finish()
 
-    def leaves_free(self, route: Route) -> bool:
-        """Whether ``route`` may be packed into before this lands.
+    def leaves_free(self, buffers: ReduceBuffers) -> bool:
+        """Whether ``buffers`` may be packed into before this lands.
 
         It may if this has packed into another buffer, and its last sum is made or enqueued. Buffers
         beside the packed ones are used on the reduce lane alone, one reduction after the other.
         """
-        apart = self._route.packed.data_ptr() != route.packed.data_ptr()
+        apart = self._buffers.packed.data_ptr() != buffers.packed.data_ptr()
         return self._summed and apart
 
     def land(self) -> None:
@@ -150,9 +152,9 @@ class Flight:
         if trace is None:
             compute_waits(self._mark)
             return
-        stall = trace.hold("reduce_scatter", self._tag, transfer)
+        stall = trace.begin_stall("reduce_scatter", self._tag, transfer)
         compute_waits(self._mark)
-        trace.resume(stall)
+        trace.end_stall(stall)
 
     def wait(self) -> None:
         """Wait for the gradients, after ``land``."""
@@ -170,13 +172,13 @@ class Flight:
             self.wait()
 
     def _start(self, stage: int) -> None:
-        if stage < len(self._route.stages):
-            over, sent, chunks = self._route.stages[stage]
+        if stage < len(self._buffers.stages):
+            over, sent, chunks = self._buffers.stages[stage]
             bytes_in, dtype = sent.view(torch.uint8), self._flat.dtypes.reduce
             # Rows that lie apart are read where they lie, and nothing is delivered.
             bytes_out = bytes_in if isinstance(chunks, list) else chunks.view(torch.uint8)
             self._handle = self._comm.exchange(bytes_out, bytes_in, dtype, self._tag, over)
-            self._unread = self._route.stages[stage]
+            self._unread = self._buffers.stages[stage]
 
     def _release(self) -> None:
         """Let the others write again what was summed, or will not be."""
@@ -185,7 +187,7 @@ class Flight:
             stage.over.release(stage.sent)
 
     def _finish(self) -> None:
-        stages = self._route.stages
+        stages = self._buffers.stages
         for index, stage in enumerate(stages):
             assert self._handle is not None
             self._handle.wait()
@@ -201,7 +203,7 @@ class Flight:
         piece = self._flat.layout.piece(replicas.rank).of(shard)
         with self._comm.shards.attending():
             with self._comm.summing(self._tag):
-                _sum(piece, self._route.last, self._route.scale_sum, accumulate, self._stats)
+                _sum(piece, self._buffers.last, self._buffers.scale_sum, accumulate, self._stats)
             self._release()
         self._summed, self._mark = True, self._comm.reduce_lane.mark()
         if shard.numel() == 0:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamSite:
     """One attribute of one module that holds a parameter of the unit."""
 
     module: nn.Module
