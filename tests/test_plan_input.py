@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -117,3 +118,11 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
 def test_a_profile_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zshard.InputError, match="cannot be written"):
         MACHINES["h100"].save(tmp_path / "missing" / "machine.json")
+
+
+def test_a_configuration_without_transformers_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(zshard.MissingPackage, match="pip install transformers"):
+        zshard.plan(str(tmp_path), 2)

@@ -68,6 +68,7 @@ class Schedule:
         prefetch: int,
         device: torch.device,
     ) -> None:
+        # In this order: each is made with those before it that it uses.
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
         self.flats = tuple(flat for unit in units for flat in unit.flats)
         self.precision, self.root, self.device = precision, units[0], device

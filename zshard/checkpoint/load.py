@@ -89,7 +89,7 @@ def load(
         try:
             return _load(path, label, model, optimizer, peers, seen, strict=strict, rng=rng)
         except CheckpointError:
-            if not any(peers.together(lambda seen=seen: _is_another(path, seen))):  # type: ignore[misc]
+            if not any(peers.gather(lambda seen=seen: _is_another(path, seen))):  # type: ignore[misc]
                 raise
     return _load(path, label, model, optimizer, peers, [], strict=strict, rng=rng)
 
@@ -121,14 +121,14 @@ def _load(
     schedule = schedule_of(model)
 
     def read() -> tuple[str, Manifest]:
-        place = catalogue.find(catalogue.absolute(path))
-        manifest = read_manifest(place)
+        folder = catalogue.find(catalogue.absolute(path))
+        manifest = read_manifest(folder)
         seen.append(manifest.id)
-        check_files(manifest, place)
-        return place, manifest
+        check_files(manifest, folder)
+        return folder, manifest
 
-    place, saved = peers.each(read)
-    ids = peers.together(lambda: saved.id)
+    folder, saved = peers.together(read)
+    ids = peers.gather(lambda: saved.id)
     if len(set(ids)) > 1:
         raise CheckpointError(f"{label}: the ranks found different checkpoints there: {ids}")
     generators = torch.empty(NBYTES, dtype=torch.uint8, device="cpu")
@@ -143,20 +143,20 @@ def _load(
         match.missing += [k for k in inventory.extra_state if k not in saved.extra_state]
         match.unexpected += [k for k in saved.extra_state if k not in inventory.extra_state]
         if rng:
-            states_of, key = saved.tensors.get("rng", {}), f"rank-{peers.rank:05d}"
-            if len(states_of) != peers.size or key not in states_of:
+            states_of, key = saved.tensors.get("rng", {}), f"rank-{peers.world_rank:05d}"
+            if len(states_of) != peers.world_size or key not in states_of:
                 raise CheckpointError(
                     f"{label} has the random states of {len(states_of)} ranks, and there are "
-                    f"{peers.size}; save with rng=True, or leave rng=True out"
+                    f"{peers.world_size}; save with rng=True, or leave rng=True out"
                 )
             match.add(key, states_of[key], HeldWhole(generators, saves=False))
         match.refuse(label, strict=strict, has_values=not schedule.unusable)
         return match, states
 
-    match, states = peers.each(compare)
+    match, states = peers.together(compare)
 
     def take() -> None:
-        fill(place, match.pairs, saved.seed)
+        fill(folder, match.pairs, saved.seed)
         if states is not None:
             states.finish()
         set_extra_state(model, saved.extra_state)
@@ -185,7 +185,7 @@ def change(
         StateError: for a change that would leave such an optimizer as it is.
     """
     if schedule in _TORN:
-        peers.together(lambda: _check_torn(_TORN[schedule], optimizer, peers.what))
+        peers.gather(lambda: _check_torn(_TORN[schedule], optimizer, peers.what))
     schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
     if optimizer is not None:
         _TORN[schedule] = ref(optimizer)
@@ -199,7 +199,7 @@ def change(
             for flat in schedule.flats:
                 flat.updated(send_written=False)
 
-    peers.together(taken)
+    peers.gather(taken)
     schedule.unusable = ""
     _TORN.pop(schedule, None)
 

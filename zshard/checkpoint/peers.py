@@ -29,10 +29,10 @@ class Peers:
     """
 
     def __init__(self, comm: Comm, what: str) -> None:
-        self.rank, self.size, self.what = comm.world_rank, comm.world_size, what
+        self.world_rank, self.world_size, self.what = comm.world_rank, comm.world_size, what
         self._comm = comm
 
-    def together(self, stage: Callable[[], T]) -> list[T]:
+    def gather(self, stage: Callable[[], T]) -> list[T]:
         """Run ``stage`` on every rank; its results (picklable), in rank order.
 
         Raises:
@@ -47,23 +47,23 @@ class Peers:
             failure = error
         everyone = cast(
             "list[tuple[Refusal | None, T]]",
-            self._gather((Refusal.of(failure, CheckpointError), result)),
+            self._all_gather((Refusal.of(failure, CheckpointError), result)),
         )
         raise_together(failure, [refusal for refusal, _ in everyone])
         return [each for _, each in everyone]
 
-    def each(self, stage: Callable[[], T]) -> T:
+    def together(self, stage: Callable[[], T]) -> T:
         """Run ``stage`` on every rank; its result on this one, whatever that is.
 
         Raises:
-            Error: as ``together``.
+            Error: as ``gather``.
         """
         made: list[T] = []
-        self.together(lambda: made.append(stage()))
+        self.gather(lambda: made.append(stage()))
         return made[0]
 
-    def _gather(self, item: object) -> list[object]:
-        if self.size == 1:
+    def _all_gather(self, item: object) -> list[object]:
+        if self.world_size == 1:
             return [item]
         return self._comm.all_gather_object(item, Tag(None, self.what))
 
@@ -88,7 +88,7 @@ class Background(Peers):
     def __init__(self, comm: Comm, what: str) -> None:
         super().__init__(comm, what)
         self.thread = self._alone
-        if self.size == 1:
+        if self.world_size == 1:
             return
         control = comm.axes[0].control
         assert dist.group.WORLD is not None and control is not None
@@ -109,16 +109,17 @@ class Background(Peers):
         # torch numbers a group's ranks by their global ones.
         self._order = [sorted(ranks).index(rank) for rank in ranks]
 
-    def _gather(self, item: object) -> list[object]:
-        if self.size == 1:
+    def _all_gather(self, item: object) -> list[object]:
+        if self.world_size == 1:
             return [item]
-        everyone: list[object] = [None] * self.size
+        everyone: list[object] = [None] * self.world_size
         try:
             dist.all_gather_object(everyone, item, self._group)
         except RuntimeError as error:
             self._forget()
             ended = "".join(over.ended() for over in self._comm.axes)
             raise CommError(
-                f"rank {self.rank} of {self.size} lost another rank at {self.what}: {error}.{ended}"
+                f"rank {self.world_rank} of {self.world_size} lost another rank at {self.what}: "
+                f"{error}.{ended}"
             ) from error
         return [everyone[place] for place in self._order]

@@ -148,13 +148,13 @@ def save(
         stock, found = stock_of_model(schedule, path)
         stock.keep, stock.extra = keep, as_json(extra, "extra")
         if optimizer is not None:
-            state = optimizer_inventory(optimizer, found.names, first=peers.rank == 0)
+            state = optimizer_inventory(optimizer, found.names, first=peers.world_rank == 0)
             stock.tensors["optimizer"], stock.optimizer = {**state.tensors}, state.record
         if rng:
             own = random_state(schedule.device)
             stock.tensors["rng"] = {
-                f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.rank)
-                for rank in range(peers.size)
+                f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.world_rank)
+                for rank in range(peers.world_size)
             }
         return stock
 
@@ -165,7 +165,7 @@ def save(
     # Only its thread meets others on its group: there may be another model's save under way.
     background = Background(schedule.comm, what)
     job = Job(background, stock)
-    peers.together(job.take_snapshot)
+    peers.gather(job.take_snapshot)
     handle = _PENDING[schedule] = SaveHandle(job, background.thread.submit(_run, job))
     return handle
 
@@ -200,6 +200,6 @@ def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
     _PENDING.pop(schedule, None)
     if handle is not None and failure is not None:
         # One rank may have waited, and another not: all raise, or none does.
-        told = Peers(schedule.comm, what).together(lambda: handle.told)
+        told = Peers(schedule.comm, what).gather(lambda: handle.told)
         if not all(told):
             raise failure

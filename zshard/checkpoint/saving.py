@@ -90,8 +90,8 @@ def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
         Error: what ``take`` raised on any rank.
         MismatchError: if the ranks are to save different things.
     """
-    stock = peers.each(take)
-    outcomes = peers.together(lambda: (stock.id, stock.digest()))
+    stock = peers.together(take)
+    outcomes = peers.gather(lambda: (stock.id, stock.digest()))
     if differing := [r for r, (_, digest) in enumerate(outcomes) if digest != outcomes[0][1]]:
         raise MismatchError(
             f"{peers.what}: ranks {differing} were given other arguments, or another state of the "
@@ -170,12 +170,12 @@ class Job:
         Raises:
             Error: on every rank, if it failed on one.
         """
-        first = self._peers.rank == 0
+        first = self._peers.world_rank == 0
         with ExitStack() as claim:
             try:
-                self._peers.together(lambda: self._begin(claim) if first else None)
-                checksums = self._peers.together(self._write)
-                self._peers.together(lambda: self._complete(checksums) if first else None)
+                self._peers.gather(lambda: self._begin(claim) if first else None)
+                checksums = self._peers.gather(self._write)
+                self._peers.gather(lambda: self._complete(checksums) if first else None)
             except BaseException:
                 if first:
                     with suppress(CheckpointError):
@@ -201,7 +201,8 @@ class Job:
         """Write what this rank saves; the chunks, by number of the task."""
         written: list[tuple[int, Chunk]] = []
         # The first has written every file's header, which is to be synced too.
-        used = {task.file for task in self._tasks if task.held.mine.numel or self._peers.rank == 0}
+        first = self._peers.world_rank == 0
+        used = {task.file for task in self._tasks if task.held.mine.numel or first}
         with ExitStack() as opened:
             handles = {
                 name: opened.enter_context(File.to_write(os.path.join(self._place, name)))
@@ -259,7 +260,7 @@ class Job:
             id=stock.id,
             sequence=0 if stock.exported else catalogue.next_sequence(folder),
             saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            ranks=self._peers.size,
+            ranks=self._peers.world_size,
             files=self._data_files(),
             tensors=tensors,
             aliases=stock.aliases,

@@ -82,15 +82,15 @@ def load_weights(
         seen = f"{strict}, {sorted(named.items(), key=itemgetter(0))}"
         return folder, match, hashlib.sha256(seen.encode()).hexdigest()
 
-    folder, match, digest = peers.each(compare)
-    if len(set(peers.together(lambda: digest))) > 1:
+    folder, match, digest = peers.together(compare)
+    if len(set(peers.gather(lambda: digest))) > 1:
         raise MismatchError(
             f"load_weights({label}): the ranks were given other arguments, or found other tensors "
             "there. Nothing has changed; pass the same on every rank."
         )
     if match.copies:
         place, world = schedule.comm.world_rank, schedule.comm.world_size
-        peers.each(lambda: compare_copies(folder, match.copies, place, world))
+        peers.together(lambda: compare_copies(folder, match.copies, place, world))
     change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
     if strict:
         schedule.updates.begin_anew()

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import nn
 
-from ..errors import InputError
+from ..errors import InputError, MissingPackage
 from ..gpt import GPT, SIZES, GPTConfig
 from ..param import Sharded
 
@@ -23,6 +23,7 @@ def model_of(model: object, context: int) -> nn.Module:
 
     Raises:
         InputError: if it stands for none, or is wrapped.
+        MissingPackage: if it is a configuration, and transformers is not installed.
     """
     if isinstance(model, nn.Module):
         if any(isinstance(param, Sharded) for param in model.parameters()):
@@ -41,8 +42,9 @@ def _of_transformers(model: object) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise InputError(
-            f"{model!r}: to read it, zshard.plan needs transformers ({error})"
+        raise MissingPackage(
+            f"{model!r}: zshard.plan needs transformers to read it, which cannot be imported "
+            f"({error}): pip install transformers"
         ) from None
     config = model
     if isinstance(model, str | os.PathLike):

@@ -83,6 +83,7 @@ def plan(
             without GPUs, or else NCCL where torch sees a GPU.
 
     Raises:
+        MissingPackage: if the model is a configuration, and transformers is not installed.
         InputError: for an argument that cannot be used, or a model that does not run without
             values.
         WrapError: for parameters that ``wrap`` refuses.

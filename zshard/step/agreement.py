@@ -27,7 +27,7 @@ class Agreement:
         drop_backward: ends a backward that cannot go on, on every rank: ``Schedule.reset``.
 
     Attributes:
-        ahead: what was gathered ahead and not needed yet.
+        prefetched: what was gathered ahead and not needed yet.
     """
 
     def __init__(

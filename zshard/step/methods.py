@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Methods:
-    """Runs them.
+    """Runs such methods of one model.
 
     Attributes:
         running: the name of the one that is being run, or "".

@@ -19,7 +19,7 @@ from ..transports.handle import Handle
 
 
 class Outcome(NamedTuple):
-    """Of all ranks together."""
+    """What came out, of all ranks together."""
 
     sum_of_squares: torch.Tensor  # 0-d float64, on the device
     non_finite: torch.Tensor  # 0-d float64, on the device: not 0 if any gradient is not finite

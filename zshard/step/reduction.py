@@ -41,6 +41,8 @@ class Reducer:
         self._in_flight: list[PendingReduction] = []  # that use reduce buffers, in order
         self._apart: PendingReduction | None = None  # the last that uses no reduce buffer
         self._pending: list[PendingReduction] = []  # of this backward
+        # Views of the pool's memory and of the gradients', either of which changes only where
+        # ``find_trained`` empties these.
         self._buffers: dict[Flat, ReduceBuffers] = {}
         self._landing: dict[Flat, ReduceBuffers] = {}  # those in shards, while these stay
         # Of every flat buffer, whether trained or not: the sum of squares, the non-finite flag.

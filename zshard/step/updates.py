@@ -76,7 +76,7 @@ class Updates:
                 self._checksum += checksum
 
     def note_many(self, what: str, values: object, *, of_gradients: bool = False) -> None:
-        """As ``note``, of too much for errors to show."""
+        """As ``note``, of what is too much for errors to show: they give its checksum."""
         if self._comm.world_size > 1:
             checksum = f"{zlib.crc32(repr(values).encode()):08x}"
             self.note(f"{what} (by checksum)", checksum, of_gradients=of_gradients)
