@@ -34,6 +34,7 @@ PLACES = {  # where an action may raise
     "method": ("forward", "loss", "backward"),
     "accumulate": ("backward", "no_sync"),
     "evaluate": ("forward",),
+    "joint": ("forward", "loss", "backward"),  # on every rank; see README's Limits
 }
 
 
@@ -102,9 +103,11 @@ def draw(rng: random.Random, world_size: int) -> Action:
     places = PLACES.get(action.kind)
     if places is None or rng.random() < 0.5:
         return replace(action, at=rng.randrange(4))
-    ranks = [rng.random() < 0.4 for _ in range(world_size)]
+    ranks = [rng.random() < 0.4 or action.kind == "joint" for _ in range(world_size)]
     ranks[rng.randrange(world_size)] = True
-    return replace(action, place=rng.choice(places), at=rng.randrange(4), ranks=tuple(ranks))
+    # If all raise alike: before the first or behind the last of a batch's blocks, four at most.
+    at = rng.choice((0, 4)) if action.kind == "joint" else rng.randrange(4)
+    return replace(action, place=rng.choice(places), at=at, ranks=tuple(ranks))
 
 
 class Player:
@@ -141,7 +144,9 @@ class Player:
                 for each in self._optimizers:
                     each.zero_grad()
                 if action.place == "loss" and isinstance(error, Injected):
-                    zshard.reset(self._models[action.model])
+                    both = action.kind == "joint"
+                    for model in self._models if both else [self._models[action.model]]:
+                        zshard.reset(model)
                 if action.place:
                     return
                 if not (isinstance(error, zshard.StateError) and "epeat the step" in str(error)):
@@ -188,9 +193,12 @@ class Player:
         return [("loss", loss.detach()), *self._update(action.model)]
 
     def _joint(self, action: Action) -> list[tuple[str, Tensor]]:
-        order = self._models if action.model else self._models[::-1]
-        loss = self._loss(order[0]) + self._loss(order[1])
-        loss.backward()
+        with self._fault(action) as model:
+            other = self._models[1 - action.model]
+            loss = self._loss(model) + self._loss(other)
+            if model.place == "loss":
+                raise Injected
+            loss.backward()
         return [("loss", loss.detach()), *self._update(0), *self._update(1)]
 
     def _teacher(self, action: Action) -> list[tuple[str, Tensor]]:
@@ -281,7 +289,7 @@ def test_steps_that_an_exception_ends_change_no_bit_of_the_others(seed: int) -> 
             assert same, f"{actions}: entry {index}, {what}: {one} and {other}"
 
 
-FAULTS = [(kind, place) for kind, places in PLACES.items() for place in places]
+FAULTS = [(kind, place) for kind, places in PLACES.items() for place in places if kind != "joint"]
 
 
 def play_one_fault(rank: int, world_size: int, kind: str, place: str) -> list[str]:
