@@ -71,6 +71,7 @@ class Unit:
         self.flats, self.sites = tuple(flats), tuple(sites)
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
+        self.calls_itself = False  # whether a forward of the module was seen to do so
         self.forward_io = ForwardIO()  # of the forward under way
         self.fired: set[tuple[Flat, int]] = set()  # leaves with their gradient of this backward
         self.last_hook = 0  # id of the forward hook that ends the module's forward

@@ -165,6 +165,9 @@ class ForwardHooks:
         schedule = self._schedule
         if schedule.bypassed():
             return
+        if unit.in_use and calls_under_way(module) > 1:
+            unit.calls_itself = True
+            return  # a part of the call around it
         if self._backward.raised:
             schedule.reset()
         schedule.require_values(f"a forward of {unit.label}")
@@ -191,6 +194,8 @@ class ForwardHooks:
     def _post_forward(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
         schedule = self._schedule
         if schedule.bypassed():
+            return None
+        if unit.calls_itself and calls_under_way(module) > 1:
             return None
         self._backward.recomputation.leave(unit)
         if unit.forward_io.raised:
