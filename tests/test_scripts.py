@@ -6,10 +6,11 @@ The reference is the plain model on every rank, with gradients averaged by hand.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import models
 import pytest
@@ -42,13 +43,15 @@ class Pair(NamedTuple):
 class Talkative(Block):
     """A block that returns whatever kind of structure it is asked for."""
 
-    def forward(self, x: Tensor | dict | tuple | Answer, kind: str = "tensor") -> object:
+    def forward(self, x: Any, kind: str = "tensor") -> object:
         if isinstance(x, dict):
             x = x["x"]
         elif isinstance(x, Answer):
             x = x.logits
         elif isinstance(x, tuple):
             x = x[0] + 0.1 * x[1]
+        elif isinstance(x, (deque, frozenset)):
+            (x,) = x
         y = super().forward(x)
         return {
             "tensor": y,
@@ -56,6 +59,9 @@ class Talkative(Block):
             "tuple": (y, y * 2),
             "named": Pair(y, y.sin()),
             "answer": Answer(y, hidden=y.cos(), note="said"),
+            "deque": deque([y]),
+            "frozenset": frozenset([y]),
+            "behind much": {"ids": list(range(20_000)), "x": y},
         }[kind]
 
 
@@ -160,14 +166,18 @@ def autocast(model: nn.Module, rank: int, step: int) -> list[Tensor]:
     return [loss, output]
 
 
+KINDS = (("dict", "deque"), ("tuple", "frozenset"), ("named", "behind much"), ("answer",))
+
+
 def structures(model: nn.Module, rank: int, step: int) -> list[Tensor]:
-    kind = ("dict", "tuple", "named", "answer")[step]
-    answer = model(batch(rank, step), kind)
-    # In turn: both outputs, one of them, the other.
-    parts = (answer.logits, answer.hidden) if step % 2 else (answer.hidden,)
-    loss = sum((loss_of(part) for part in parts), torch.zeros(()))
-    loss.backward()
-    return [loss]
+    losses: list[Tensor] = []
+    for kind in KINDS[step]:
+        answer = model(batch(rank, step), kind)
+        # In turn: both outputs, one of them, the other.
+        parts = (answer.logits, answer.hidden) if step % 2 else (answer.hidden,)
+        losses += map(loss_of, parts)
+    sum(losses, torch.zeros(())).backward()
+    return losses
 
 
 class Leaving(Blocks):

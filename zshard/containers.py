@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
+from typing import cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -41,38 +43,38 @@ def cast_floating(value: object, dtype: torch.dtype) -> object:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``, in order: in containers, dataclasses, and attributes of objects.
+    """The tensors in ``value``: in containers, dataclasses, and attributes of objects.
 
-    Inputs may lead to anything, a vocabulary say: after ``_MOST`` other things it is enough.
+    Those nearest to it come first, as it may lead to anything, a vocabulary say: after ``_MOST``
+    other things it is enough, and after ``_MOST_PLAIN`` that cannot lead on.
     """
     seen: set[int] = set()
-    inside, left = [iter((value,))], _MOST
-    while inside and left > 0:
-        for item in inside[-1]:
+    due, others, plain = deque([cast("Iterable[object]", (value,))]), 0, 0
+    while due:
+        for item in due.popleft():
             if isinstance(item, torch.Tensor):
                 yield item
-                continue
-            left -= 1
-            if left == 0:
-                break
-            if type(item) in _PLAIN or isinstance(item, (torch.nn.Module, type)):
-                continue
-            if id(item) not in seen:
-                seen.add(id(item))
-                inside.append(iter(_items_of(item)))
-                break
-        else:
-            inside.pop()
+            elif type(item) in _PLAIN:
+                plain += 1
+                if plain > _MOST_PLAIN:
+                    return
+            else:
+                others += 1
+                if others > _MOST:
+                    return
+                if id(item) not in seen and not isinstance(item, (torch.nn.Module, type)):
+                    seen.add(id(item))
+                    due.append(_items_of(item))
 
 
-_MOST = 10_000
-_PLAIN = (type(None), str, int, float, bool, bytes)
+_MOST, _MOST_PLAIN = 10_000, 100_000
+_PLAIN = frozenset((type(None), str, int, float, bool, bytes))
 
 
 def _items_of(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
         return value.values()
-    if isinstance(value, (list, tuple, set)):
+    if isinstance(value, (list, tuple, set, frozenset, deque, ValuesView)):
         return value
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
