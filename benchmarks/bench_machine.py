@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -305,8 +306,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     arguments = parser.parse_args(argv)
     if min(arguments.ranks, arguments.tokens) < 1:
         parser.error("--ranks and --tokens: whole numbers, 1 or more")
-    if not Path(arguments.output).absolute().parent.is_dir():
-        parser.error(f"--output {arguments.output}: there is no such folder")
+    folder = Path(arguments.output).absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        parser.error(f"--output {arguments.output}: no folder that can be written to")
     if arguments.backend == "nccl" and torch.cuda.device_count() < arguments.ranks:
         parser.error(
             f"--backend nccl --ranks {arguments.ranks}: NCCL needs a GPU a rank, and there are "

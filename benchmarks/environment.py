@@ -12,6 +12,8 @@ import torch
 
 import zshard
 from zshard import _C
+from zshard.errors import InputError
+from zshard.files import write_whole
 
 
 def processor() -> str:
@@ -89,7 +91,14 @@ def headline(facts: dict[str, object]) -> str:
 
 
 def write_json(path: str, report: dict[str, object]) -> None:
-    """Write ``report`` and what was stolen to the file ``path``; its folder is made."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({**report, "stolen": stolen()}, indent=1) + "\n")
+    """Write ``report`` and what was stolen to the file ``path``; its folder is made.
+
+    Raises:
+        InputError: for a path that cannot be written; what was there stays.
+    """
+    text = json.dumps({**report, "stolen": stolen()}, indent=1) + "\n"
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error}") from error
+    write_whole(path, lambda part: part.write_text(text))

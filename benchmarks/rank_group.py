@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -19,8 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from zshard.errors import InputError
+from zshard.training.job import PR_SET_PDEATHSIG
+
 _DEADLINE = timedelta(minutes=5)  # of one collective
-_KEPT = "kept.json"
+_KEPT, _REFUSED = "kept.json", "refused.txt"
 _FOLDER: list[Path] = []  # of a rank: where its reports go
 
 RankMain = Callable[..., dict[str, object]]
@@ -39,6 +43,9 @@ def run_ranks(
 
     Ended by SIGTERM, or where a rank fails, it returns what rank 0 has given ``keep`` last, if it
     has, with "because": why that is not all.
+
+    Raises:
+        InputError: if a rank has raised it.
 
     Args:
         backend: "gloo", "nccl", or "fake": one process that plays rank 0 of ``ranks``, whose
@@ -60,10 +67,10 @@ def run_ranks(
             while not context.join():
                 pass
         except (SystemExit, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            for process in context.processes:
-                process.kill()
-                process.join()
+            _end(context)
             if not (kept := Path(folder, _KEPT)).exists():
+                if (refused := Path(folder, _REFUSED)).exists():
+                    raise InputError(refused.read_text()) from None
                 raise
             because = "by SIGTERM"
             if not isinstance(error, SystemExit):
@@ -71,8 +78,16 @@ def run_ranks(
                 because = f"by an error: {str(error).rstrip().splitlines()[-1]}"
             return {**cast("dict[str, object]", json.loads(kept.read_text())), "because": because}
         finally:
+            _end(context)
             signal.signal(signal.SIGTERM, before)
         return cast("dict[str, object]", json.loads(Path(folder, "report.json").read_text()))
+
+
+def _end(context: mp.ProcessContext) -> None:
+    """End all ranks, those of which nobody has heard that they have ended."""
+    for process in context.processes:
+        process.kill()
+        process.join()
 
 
 def keep(report: dict[str, object]) -> None:
@@ -93,6 +108,7 @@ def _rank(
     namespaces: Sequence[str],
     folder: str,
 ) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as the launcher dies, however
     torch.set_num_threads(1)
     _FOLDER.append(Path(folder))
     if namespaces:
@@ -110,7 +126,11 @@ def _rank(
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_DEADLINE)
     if backend == "gloo":
         dist.barrier()  # one that ends at once would break the connections that others still make
-    report = main(*arguments)
+    try:
+        report = main(*arguments)
+    except InputError as error:
+        Path(folder, _REFUSED).write_text(str(error))
+        raise
     if rank == 0:
         Path(folder, "report.json").write_text(json.dumps(report))
     with suppress(RuntimeError):  # the report is written; a peer may be gone already

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,44 @@ def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
     done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{{'step': 1, 'because': '{because}")
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        ("os.kill(os.getppid(), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("os.kill(os.getppid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("raise InputError('this is wrong')", 1, "zshard.errors.InputError: this is wrong\n"),
+    ],
+)
+def test_ranks_end_with_what_started_them(
+    ends: str, status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, time, torch, rank_group\n"
+        "import torch.distributed as dist\n"
+        "from zshard.errors import InputError\n"
+        "cpu = torch.device('cpu')\n"
+        "def main():\n"
+        f"    open(f'{tmp_path}/{{os.getpid()}}.pid', 'w').close()\n"
+        "    dist.barrier()\n"
+        "    if dist.get_rank() == 0:\n"
+        f"        {ends}\n"
+        "    time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    line = [sys.executable, str(program)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == status and done.stderr.endswith(said), done.stderr
+    ranks = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{rank}/exe").exists() for rank in ranks):
+        assert time.monotonic() < deadline, "a rank goes on"
+        time.sleep(0.05)
 
 
 def test_counts_are_in_the_file_before_the_next_setting_fails(

@@ -77,6 +77,17 @@ def test_metrics_that_cannot_be_written_anew_stay_as_they_are(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_line_of_metrics_that_finds_no_room_is_an_error_with_the_files_name(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, resumed_at=0)
+    log._file.close()
+    log._file = open("/dev/full", "a")  # noqa: SIM115
+    with pytest.raises(zshard.InputError, match=r"/dev/full cannot be written: .*No space left"):
+        log.write(StepMetrics(1, 1.0, 1.0, 0.1, 0.1, 10.0, 0.0))
+
+
 @pytest.mark.parametrize("line", ["{", "[1]", '{"step": 1, "mood": 2}', "3"])
 def test_a_line_of_metrics_that_is_none_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import platform
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -35,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0; 1 failed; 2 bad input; 130 interrupted; 143 stopped by SIGTERM.
     """
+    _make_output_sure()
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = vars(_parser().parse_args(arguments))
     command = given.pop("command")
     if command == "info":
-        print(_info())
-        return 0
+        return _report(lambda: print(_info()), "zshard")
     if command == "bench":
         return _report(lambda: bench.run(given["benchmark"], given["arguments"]), "zshard")
     if command == "ckpt":
@@ -53,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if place is not None:
         # gloo's threads may still drop the tensors of the last collective, for which they need the
         # interpreter: a thread that finds it shutting down aborts the process. So it stays up.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
     return status
 
@@ -62,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(command: Callable[[], int | None], name: str) -> int:
     """Run a command, report an error in one line, and return the exit status."""
     try:
-        return command() or 0
+        status = command() or 0
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return _interrupted(InterruptedJob(signal.SIGINT))
     except InterruptedJob as interruption:
@@ -72,6 +78,28 @@ def _report(command: Callable[[], int | None], name: str) -> int:
         if isinstance(error, CommError):
             return LOST_PEER
         return _USAGE if isinstance(error, InputError) else _FAILED
+    except BrokenPipeError:  # whoever read the output has read enough
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # of the output: other files' are Errors
+        _drop_output()
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return _FAILED
+
+
+def _make_output_sure() -> None:
+    """Let no print fail for a character, or because the output is closed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Let the interpreter's end not fail over what could not be written."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupted(job: InterruptedJob) -> int:

@@ -13,17 +13,23 @@ from .errors import InputError
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Write a file beside ``path`` by ``write``; it then takes that one's place.
 
+    A link stays one. A device or a pipe is written to, as nothing may take its place.
+
     Raises:
         InputError: for a path that cannot be written; nothing is left of it.
     """
     try:
-        whole = Path(path)
+        Path(path).with_name("name")
+        whole = Path(os.path.realpath(path))
         part = whole.with_name(f".{whole.name}.{os.getpid()}.part")
     except (TypeError, ValueError) as error:  # "" and "/" have no name
         raise InputError(f"{path!r} is no file's name") from error
     try:
-        write(part)
-        os.replace(part, whole)
+        if whole.exists() and not whole.is_file() and not whole.is_dir():
+            write(whole)
+        else:
+            write(part)
+            os.replace(part, whole)
     except (OSError, ValueError) as error:  # the latter: a NUL
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{whole} cannot be written: {reason}") from error

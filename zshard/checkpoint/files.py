@@ -71,7 +71,7 @@ class File:
             with _names(self.path):
                 count = os.preadv(self.descriptor, [rest], offset)
             if count == 0:
-                raise CheckpointError(f"{self.path}: ends at byte {offset}; it was cut short")
+                raise CheckpointError(f"{self.path}: ends at byte {self.size()}; it was cut short")
             rest, offset = rest[count:], offset + count
 
     def size(self) -> int:

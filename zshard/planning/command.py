@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from contextlib import redirect_stdout
@@ -167,6 +168,9 @@ def run_plan(
         InputError: for what cannot be planned.
     """
     if calibrate is not None:
+        folder = Path(calibrate).absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise InputError(f"--calibrate {calibrate}: no folder that can be written to")
         given = ["--ranks", str(world), "--output", calibrate]
         if batch is not None:
             given += ["--tokens", str(math.prod(batch))]

@@ -133,9 +133,13 @@ class Job:
             dist.destroy_process_group()
 
     def say(self, text: str) -> None:
-        """Print on rank 0, above the progress bar."""
+        """Print on rank 0, above the progress bar.
+
+        Nobody may read any more what it prints, or a disk be full: no reason to end a job.
+        """
         if self.rank == 0:
-            tqdm.write(text)
+            with contextlib.suppress(OSError):
+                tqdm.write(text)
 
     @contextlib.contextmanager
     def _named_errors(self, what: str) -> Iterator[None]:

@@ -69,11 +69,18 @@ class MetricsLog:
         self._scalars = scalars
 
     def write(self, metrics: Line) -> None:
-        """Append one line."""
-        self._file.write(_line(metrics))
-        self._file.flush()
-        if self._scalars is not None:
-            self._scalars.write(metrics.step, _scalars_of(metrics))
+        """Append one line.
+
+        Raises:
+            InputError: if it cannot be written.
+        """
+        try:
+            self._file.write(_line(metrics))
+            self._file.flush()
+            if self._scalars is not None:
+                self._scalars.write(metrics.step, _scalars_of(metrics))
+        except OSError as error:
+            raise InputError(f"{self._file.name} cannot be written: {error}") from error
 
     def close(self) -> None:
         """Close the file."""

@@ -1,0 +1,48 @@
+"""What commands print may be closed, full, broken or of few characters: never a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_files import full
+from tqdm import tqdm
+from train_command import DEADLINE, TINY, environment, write_text
+
+from zshard.training.job import Job, Place
+
+COMMAND = f"{sys.executable} -m zshard"
+CHARACTER = 'from zshard import cli; cli._make_output_sure(); print("\\ufffd")'
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        (f"{COMMAND} info | true; exit ${{PIPESTATUS[0]}}", 141, ""),
+        (f"{COMMAND} info > /dev/full", 1, "zshard: error: [Errno 28] No space left on device\n"),
+        (f"PYTHONIOENCODING=ascii {sys.executable} -c '{CHARACTER}' > /dev/null", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_printed_is_no_traceback(line: str, status: int, said: str) -> None:
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+def test_a_rank_whose_output_is_closed_trains(tmp_path: Path) -> None:
+    options = [*TINY, "--steps", "1", "--data", write_text(tmp_path / "text")]
+    line = " ".join([COMMAND, "train", *map(str, options), "--out", f"{tmp_path}/run", ">&-"])
+    rank = environment() | {"RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=DEADLINE, env=rank
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_job_goes_on_where_nobody_reads_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job.__new__(Job)
+    job.rank = Place().rank
+    monkeypatch.setattr(tqdm, "write", full)
+    job.say("text")
