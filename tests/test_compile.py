@@ -107,6 +107,24 @@ def on_both_sides(
     return found
 
 
+def loss_with_a_hook(change: Change, is_wrapped: bool = True) -> float:
+    """Of a model in whose last block, alone, a module inside has a hook."""
+    torch._dynamo.reset()
+    torch._dynamo.config.skip_nnmodule_hook_guards = True  # as torch has it
+    torch.manual_seed(0)
+    model = Blocks()
+    model.blocks[2].up.register_forward_hook(lambda module, args, output: output * 3)
+    if is_wrapped:
+        zshard.wrap(model)
+    return models.loss_of(change(model), batch(0, 0)).item()
+
+
+@pytest.mark.parametrize("change", [compile_blocks, compile_model, compiled])
+def test_a_hook_in_one_of_several_compiled_blocks_runs(change: Change) -> None:
+    expected = loss_with_a_hook(unchanged, is_wrapped=False)
+    assert loss_with_a_hook(change) == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_compiled_model_trains_alike_and_is_compiled_once() -> None:
     for rank in run_ranks(on_both_sides, 2, timeout=150):
         for (way, _, options), (eager, found, graphs, none) in zip(CASES, rank, strict=True):

@@ -309,3 +309,18 @@ def test_a_state_of_another_optimizer_is_refused(ours: str, theirs: str) -> None
     with pytest.raises(zshard.OptimizerError, match=f"another optimizer than zshard's {ours}"):
         optimizer.load_state_dict(getattr(torch.optim, theirs)(params, lr=0.1).state_dict())
     assert optimizer.param_groups[0] == settings
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_one_kernel_over_sharded_and_ignored_parameters_asks_for_a_group_of_their_own(
+    kernel: str,
+) -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), ignored=["1"])
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters(), **{kernel: True})
+    with pytest.raises(zshard.ShardedAccessError, match=r"ignored=.* a group of their own"):
+        optimizer.step()
+    groups = [{"params": [*layer.parameters()]} for layer in model]
+    before = [param.detach().clone() for param in model[1].parameters()]
+    torch.optim.AdamW(groups, **{kernel: True}).step()
+    assert not any(map(torch.equal, before, model[1].parameters()))

@@ -27,6 +27,9 @@ class ModuleHook:
     def __init__(self, function: Callable[..., object]) -> None:
         # torch.compile breaks its graph here: communication is not for it to trace.
         self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        # So each unit is a graph, of which blocks alike share one, and Dynamo's default is not to
+        # look whether the modules inside have the same hooks: a hook in one of them would be lost.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
 
     def __call__(self, *args: object) -> Any:
         """Call the function."""

@@ -276,7 +276,9 @@ def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[
             raise ShardedAccessError(
                 f"{op.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
                 f"{tuple(x.shape)}. In an optimizer, its state is of whole tensors, made before "
-                "zshard.wrap or loaded from a plain state_dict, which zshard's optimizers take. "
+                "zshard.wrap or loaded from a plain state_dict, which zshard's optimizers take; or "
+                "one of its groups has parameters that are not sharded (ignored=) beside sharded "
+                "ones, which takes a group of their own for fused=True or foreach=True. "
                 f"Elsewhere: {_remedy(first)}"
             )
         return x
