@@ -15,6 +15,7 @@ from zshard.training.job import Job, Place
 from zshard.training.metrics import MetricsLog, StepMetrics, plot_loss, read_metrics
 from zshard.training.options import TrainOptions
 from zshard.training.output import output_folder
+from zshard.training.trainplan import plan_of
 
 
 def test_a_batch_is_a_function_of_seed_step_micro_step_and_rank_alone() -> None:
@@ -159,3 +160,11 @@ def test_a_preset_has_the_size_its_name_says(size: str) -> None:
         model = GPT(TrainOptions(size=size).model_config())
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     assert millions == pytest.approx(float(size[:-1]), rel=0.03)
+
+
+def test_a_plan_of_a_run_that_recomputes_does_not_suggest_to_do_so() -> None:
+    options = [TrainOptions(batch=2, seq=16, activation_checkpointing=on) for on in (False, True)]
+    plain, own = (plan_of(each, 2, "cpu") for each in options)
+    suggested = [{each.change for each in planned.alternatives()} for planned in (plain, own)]
+    assert "activation checkpointing" in suggested[0] - suggested[1]
+    assert own.activations.bytes < plain.activations.bytes

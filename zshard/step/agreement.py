@@ -1,4 +1,4 @@
-"""One order of collectives, on every rank; [Note: one agreed order] in program.py says how."""
+"""One order of collectives on every rank; see [Note: an example of one order] in program.py."""
 
 from __future__ import annotations
 

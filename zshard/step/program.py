@@ -24,7 +24,7 @@ ranks that are in unlike places of one would not find each other behind it.
 A backward that begins inside another model's follows a program only if that does too, and every
 rank needs all of both; else both go from meeting to meeting, in whatever order autograd has.
 
-[Note: an example of it]
+[Note: an example of one order]
 A root r around units a, b and c, zero3, prefetch 1, on two ranks. The first step:
 
     forward   meet; meet, gather r; meet, gather a; meet, gather b; meet, gather c; meet

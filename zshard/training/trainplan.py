@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -27,14 +28,16 @@ def plan_of(options: TrainOptions, world_size: int, device: str) -> Plan:
     Raises:
         InputError: for a machine that is none.
     """
+    config = replace(options.model_config(), activation_checkpointing=False)  # planned, not built
     with torch.device("meta"):
-        model = GPT(options.model_config())
+        model = GPT(config)
     return plan(
         model,
         world_size,
         strategy=options.strategy,
         precision=options.policy(),
         batch=(options.batch, options.seq),
+        checkpointing=options.activation_checkpointing,
         machine=options.machine,
         backend="nccl" if device == "cuda" else "gloo",
     )
