@@ -25,8 +25,6 @@ from .transports.refusal import together
 from .transports.transport import Transport, meet_in_one_place
 from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
-from .units.flat import Flat
-from .units.param_site import ParamSite
 from .units.pool import Pool
 from .wrapping import same_model
 from .wrapping.malloc import keep_freed
@@ -39,7 +37,7 @@ from .wrapping.materialize import (
     on_meta,
 )
 from .wrapping.overlaps import check_apart
-from .wrapping.sharding import Sharder
+from .wrapping.sharding import Sharder, UnitParts
 
 M = TypeVar("M", bound=nn.Module)
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
@@ -119,6 +117,7 @@ def wrap(
     precision = Precision() if precision is None else precision
     survey: _Survey | None = None
     failure = None
+    # This rank alone: what is wrapped, and into what units.
     try:
         _check_arguments(model, precision, comm, prefetch, init, device, init_fn)
         if device is not None:
@@ -129,7 +128,7 @@ def wrap(
         where = _device_of(model) or default_device(None, mesh)
     else:
         where = survey.device or default_device(device, mesh)
-    # Raises, on every rank, if one of them has failed.
+    # With the other ranks: they wrap the same. Raises on every rank if one of them has failed.
     collectives = Comm(mesh, where, comm, failure)
     assert survey is not None
     meta = on_meta(model)
@@ -143,10 +142,11 @@ def wrap(
             "what is on meta outside of units": str(sorted(meta.keys() - in_units)),
         }
         same_model.check(survey.specs, collectives, options, survey.strategies)
+    # Unit by unit: values, where there are none yet, and shards of them in the whole ones' place.
     pool = Pool(1 + prefetch, where, collectives.empty, collectives.give_back)
     sharder = Sharder(model, precision, collectives, where, meta)
     materializer, unusable = None, ""
-    made: list[tuple[list[Flat], list[ParamSite]]] = []
+    made: list[UnitParts] = []
     with sharder:
         if init_fn is not None:
             materializer = Materializer(model, survey.specs, init_fn, where, collectives)
@@ -161,6 +161,7 @@ def wrap(
             made.append(sharder.shard(spec, chosen))
         sharder.reserve(pool)
     meet_in_one_place(collectives.shards)
+    # What runs the units: from here on the model is wrapped, and every unit SHARDED.
     built = _build(survey, made, collectives, pool)
     if where.type == "cpu":
         # See [Note: what the C library keeps].
@@ -197,9 +198,7 @@ def _survey(
     return _Survey(specs, strategies, device)
 
 
-def _build(
-    survey: _Survey, made: Sequence[tuple[list[Flat], list[ParamSite]]], comm: Comm, pool: Pool
-) -> list[Unit]:
+def _build(survey: _Survey, made: Sequence[UnitParts], comm: Comm, pool: Pool) -> list[Unit]:
     """The units of sharded parameters, and the memory that gathers of them take."""
     built: list[Unit] = []
     for index, (spec, strategy, (flats, sites)) in enumerate(

@@ -46,6 +46,10 @@ _BEGUN: weakref.WeakKeyDictionary[Backward, None] = weakref.WeakKeyDictionary()
 class Backward:
     """Runs the units of one model through backward.
 
+    Autograd enters it by ``reached``, where a unit's backward is about to run, and by
+    ``leaf_grad_arrived``, behind each parameter's gradient; whichever comes first begins it. It is
+    left by ``_finish`` at autograd's end, or by ``abandon`` after an exception.
+
     Attributes:
         current: the unit whose backward was announced last.
         forwards: what the next backward may go through.

@@ -40,6 +40,13 @@ class _Part(NamedTuple):
     whole: nn.Parameter  # its former contents; without values once all ranks have sharded the unit
 
 
+class UnitParts(NamedTuple):
+    """What a unit is made of."""
+
+    flats: list[Flat]
+    sites: list[ParamSite]
+
+
 class _Made(NamedTuple):
     """What a unit's parameters have become."""
 
@@ -77,7 +84,7 @@ class Sharder:
         if isinstance(error, Exception) and not isinstance(error, CommError):
             self._undo()
 
-    def shard(self, spec: UnitSpec, strategy: Strategy) -> tuple[list[Flat], list[ParamSite]]:
+    def shard(self, spec: UnitSpec, strategy: Strategy) -> UnitParts:
         """Make a unit's flat buffers, and put sharded parameters in place of the whole ones.
 
         Raises:
@@ -99,7 +106,7 @@ class Sharder:
                 sites += [ParamSite(m, attribute, number, segment) for m, attribute in owned.sites]
                 if not whole.is_meta:
                     whole.data = whole.data.new_empty(0)
-        return made.flats, sites
+        return UnitParts(made.flats, sites)
 
     def _make(self, spec: UnitSpec, strategy: Strategy, made: _Made) -> None:
         self._move()
