@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
-from typing import cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -49,7 +48,8 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     other things it is enough, and after ``_MOST_PLAIN`` that cannot lead on.
     """
     seen: set[int] = set()
-    due, others, plain = deque([cast("Iterable[object]", (value,))]), 0, 0
+    due: deque[Iterable[object]] = deque(((value,),))
+    others = plain = 0
     while due:
         for item in due.popleft():
             if isinstance(item, torch.Tensor):
@@ -72,9 +72,11 @@ _PLAIN = frozenset((type(None), str, int, float, bool, bytes))
 
 
 def _items_of(value: object) -> Iterable[object]:
+    if isinstance(value, (tuple, list, set, frozenset, deque)):
+        return value
     if isinstance(value, Mapping):
         return value.values()
-    if isinstance(value, (list, tuple, set, frozenset, deque, ValuesView)):
+    if isinstance(value, ValuesView):
         return value
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from ..errors import CommError, MismatchError, StateError
 from ..hooks import ModuleHook
 from ..training_state import TrainingState, calls_under_way, inside_backward
 from ..unit import State, Unit
+from .forward_log import Forward
 from .meeting import Intent
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class ForwardHooks:
         self._backward = schedule.backward
         self.order: list[Unit] = []
         self._kept: Unit | None = None  # that may turn out to be the last of forward
+        weak = weakref.ref(self)
+        self._refs = [_UnitRef(weak, u.index, u.label, u.strategy.resident) for u in self._units]
         for unit in self._units:
             self._hook(unit)
 
@@ -233,27 +236,11 @@ class ForwardHooks:
     def _watch(self, unit: Unit, output: object) -> bool:
         """Hook ``output``, so that backward announces itself there; whether it can be hooked."""
         own = unit.forward_io.leave(output)
+        ref, forward = self._refs[unit.index], self._backward.forwards.current
         for index, tensor in enumerate(own):
-            self._announce(tensor, unit, index)
+            reached = partial(_reached, ref, index, forward)
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         return bool(own)
-
-    def _announce(self, tensor: torch.Tensor, unit: Unit, index: int) -> None:
-        """Hook ``tensor``, output ``index`` of ``unit``."""
-        # A model may keep its own output, and what autograd holds the garbage collector cannot see:
-        # a hook that held the model would keep it for ever.
-        weak, forward = weakref.ref(self), self._backward.forwards.current
-        number, label, whole_stays = unit.index, unit.label, unit.strategy.resident
-
-        def reached(grad: torch.Tensor) -> None:
-            if (hooks := weak()) is not None:
-                hooks._backward.reached(hooks._units[number], index, forward)
-            elif not whole_stays:
-                raise StateError(
-                    f"backward has come to unit {label!r} of a model that was deleted, with its "
-                    "parameters. Keep the model until the backward through it has ended."
-                )
-
-        tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def _is_nested(self) -> bool:
         """Whether the model calls itself in a forward that is under way."""
@@ -273,3 +260,27 @@ class ForwardHooks:
             if unit.outdated:
                 self._executor.reshard(unit)
         schedule.renew()  # what has not been since the step: another library's optimizer took it
+
+
+class _UnitRef(NamedTuple):
+    """A unit, as hooks on its outputs hold it.
+
+    A model may keep its own output, and what autograd holds the garbage collector cannot see: a
+    hook that held the model would keep it for ever.
+    """
+
+    hooks: weakref.ref[ForwardHooks]
+    number: int  # in the unit map
+    label: str
+    whole_stays: bool  # the whole parameters, from step to step
+
+
+def _reached(ref: _UnitRef, index: int, forward: Forward, grad: torch.Tensor) -> None:
+    """``grad`` has reached output ``index`` of a unit, of ``forward``."""
+    if (hooks := ref.hooks()) is not None:
+        hooks._backward.reached(hooks._units[ref.number], index, forward)
+    elif not ref.whole_stays:
+        raise StateError(
+            f"backward has come to unit {ref.label!r} of a model that was deleted, with its "
+            "parameters. Keep the model until the backward through it has ended."
+        )
