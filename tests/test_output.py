@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_files import full
 from tqdm import tqdm
-from train_command import DEADLINE, TINY, environment, write_text
+from train_command import DEADLINE, TINY, environment, launched, write_text
 
 from zshard.training.job import Job, Place
 
@@ -46,3 +46,12 @@ def test_a_job_goes_on_where_nobody_reads_what_it_says(monkeypatch: pytest.Monke
     job.rank = Place().rank
     monkeypatch.setattr(tqdm, "write", full)
     job.say("text")
+
+
+def test_bad_input_that_only_ranks_look_at_is_the_commands_exit_status_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZSHARD_COMM", "none")
+    data = write_text(tmp_path / "text")
+    done = launched("train", *TINY, "--steps", 1, "--data", data, "--out", tmp_path / "run")
+    assert done.returncode == 2 and "ended with exit status 2" in done.stderr, done.stderr

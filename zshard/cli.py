@@ -24,13 +24,13 @@ from .planning.command import add_plan, run_plan
 from .strategy import zero_name
 from .training.data import check_size, find_files
 from .training.job import Place, choose_device
-from .training.launch import LOST_PEER, InterruptedJob, choose_ranks, launch
+from .training.launch import BAD_INPUT, LOST_PEER, InterruptedJob, choose_ranks, launch
 from .training.options import TrainOptions, resolve
 from .training.output import check_output
 from .training.steptrace import make_folder
 from .training.trainplan import plan_of
 
-_FAILED, _USAGE = 1, 2  # exit statuses
+_FAILED = 1  # exit status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _report(command: Callable[[], int | None], name: str) -> int:
         print(f"{name}: error: {error}", file=sys.stderr)
         if isinstance(error, CommError):
             return LOST_PEER
-        return _USAGE if isinstance(error, InputError) else _FAILED
+        return BAD_INPUT if isinstance(error, InputError) else _FAILED
     except BrokenPipeError:  # whoever read the output has read enough
         _drop_output()
         return 128 + signal.SIGPIPE

@@ -22,7 +22,9 @@ import zshard
 from ..errors import Error, InputError
 from .job import PR_SET_PDEATHSIG, STOPPED, choose_device
 
-LOST_PEER = 3  # exit status of a rank that only noticed another one's end
+# Exit statuses of a rank.
+BAD_INPUT = 2
+LOST_PEER = 3  # it only noticed another one's end
 _CPU_RANKS = 2
 _POLL_SECONDS = 0.1
 _TELL_SECONDS = 1.0
@@ -84,6 +86,7 @@ def launch(
 
     Raises:
         LaunchError: when a rank failed; the others have been ended.
+        InputError: likewise, if it was for bad input.
         InterruptedJob: after Ctrl-C or SIGHUP, or SIGTERM before there was anything to save; all
             ranks have ended.
     """
@@ -119,7 +122,7 @@ def launch(
     by_sigterm = {-signal.SIGTERM, LOST_PEER} if told else {-signal.SIGTERM}
     if -signal.SIGTERM in how and how <= by_sigterm:
         raise InterruptedJob(signal.SIGTERM)
-    raise LaunchError(describe_failure(statuses))
+    raise (InputError if BAD_INPUT in how else LaunchError)(describe_failure(statuses))
 
 
 def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
