@@ -34,7 +34,7 @@ PLACES = {  # where an action may raise
     "method": ("forward", "loss", "backward"),
     "accumulate": ("backward", "no_sync"),
     "evaluate": ("forward",),
-    "joint": ("forward", "loss", "backward"),  # on every rank; see README's Limits
+    "joint": ("forward", "loss", "backward"),  # on every rank alike; README says what else happens
 }
 
 
