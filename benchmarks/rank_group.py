@@ -57,7 +57,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
         context = mp.start_processes(
             _rank,
-            args=(main, arguments, ranks, backend, device, namespaces, folder),
+            args=(os.getpid(), main, arguments, ranks, backend, device, namespaces, folder),
             nprocs=1 if backend == "fake" else ranks,
             join=False,
             start_method="spawn",
@@ -100,6 +100,7 @@ def keep(report: dict[str, object]) -> None:
 
 def _rank(
     rank: int,
+    launcher: int,  # its process id
     main: RankMain,
     arguments: tuple[object, ...],
     ranks: int,
@@ -109,6 +110,8 @@ def _rank(
     folder: str,
 ) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as the launcher dies, however
+    if os.getppid() != launcher:  # it has, while this rank imported
+        os._exit(1)
     torch.set_num_threads(1)
     _FOLDER.append(Path(folder))
     if namespaces:
@@ -138,6 +141,7 @@ def _rank(
     # gloo's threads may still drop the tensors of the last collective, for which they need the
     # interpreter: a thread that finds it shutting down aborts the process. So it stays up, and this
     # ends the process after all else that multiprocessing has to clean up.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody reads any more what it has printed
+        sys.stdout.flush()
+        sys.stderr.flush()
     Finalize(None, os._exit, args=(0,), exitpriority=-1)

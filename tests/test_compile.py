@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import zshard
+from zshard import hooks
 
 STEPS = 4
 # What inductor compiles, forward and backward apart, run as it is.
@@ -76,6 +78,16 @@ def losses(
     return found, graphs
 
 
+def call(function: Callable[[], None]) -> None:
+    function()
+
+
+def call_in_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 WAYS = {
     "blocks before wrap": (compile_blocks, unchanged),
     "blocks after wrap": (unchanged, compile_blocks),
@@ -107,22 +119,31 @@ def on_both_sides(
     return found
 
 
-def loss_with_a_hook(change: Change, is_wrapped: bool = True) -> float:
+def loss_with_a_hook(
+    change: Change, is_wrapped: bool = True, run: Callable[[Callable[[], None]], None] = call
+) -> float:
     """Of a model in whose last block, alone, a module inside has a hook."""
     torch._dynamo.reset()
     torch._dynamo.config.skip_nnmodule_hook_guards = True  # as torch has it
+    vars(hooks._OF_THREAD).clear()
     torch.manual_seed(0)
     model = Blocks()
     model.blocks[2].up.register_forward_hook(lambda module, args, output: output * 3)
     if is_wrapped:
         zshard.wrap(model)
-    return models.loss_of(change(model), batch(0, 0)).item()
+    losses: list[float] = []
+    changed = change(model)
+    run(lambda: losses.append(models.loss_of(changed, batch(0, 0)).item()))
+    return losses[0]
 
 
+@pytest.mark.parametrize("run", [call, call_in_thread])
 @pytest.mark.parametrize("change", [compile_blocks, compile_model, compiled])
-def test_a_hook_in_one_of_several_compiled_blocks_runs(change: Change) -> None:
+def test_a_hook_in_one_of_several_compiled_blocks_runs(
+    change: Change, run: Callable[[Callable[[], None]], None]
+) -> None:
     expected = loss_with_a_hook(unchanged, is_wrapped=False)
-    assert loss_with_a_hook(change) == pytest.approx(expected, rel=1e-5)
+    assert loss_with_a_hook(change, run=run) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_compiled_model_trains_alike_and_is_compiled_once() -> None:

@@ -29,6 +29,20 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     assert read == ["whole"] and stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+def test_a_pipe_by_number_is_written_to() -> None:
+    receiving, sending = os.pipe()
+    write_whole(f"/dev/fd/{sending}", lambda path: path.write_text("whole"))
+    os.close(sending)
+    with os.fdopen(receiving) as pipe:
+        assert pipe.read() == "whole"
+
+
+def test_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    (path := tmp_path / "secret").touch(mode=0o600)
+    write_whole(path, lambda part: part.write_text("whole"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
     target.parent.mkdir()

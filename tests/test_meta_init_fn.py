@@ -317,3 +317,18 @@ def test_the_meta_device_is_no_place_to_train_on() -> None:
     with pytest.raises(zshard.InputError, match="device='meta'"):
         zshard.wrap(model, device="meta")
     assert not any(p.is_meta for p in model.parameters())
+
+
+def test_init_fn_may_freeze_what_is_sharded_already() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+    def init_fn(module: nn.Linear) -> None:
+        module.reset_parameters()
+        if module is model[1]:
+            model[0].bias.requires_grad_(False)
+
+    zshard.wrap(model, init_fn=init_fn, units="layer")
+    model(torch.ones(4, 3)).sum().backward()
+    assert not model[0].bias.requires_grad and model[0].bias.grad is None
+    assert model[0].weight.grad is not None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 import zshard
 import zshard.comm
 import zshard.transports.transport
-from zshard.containers import tensors_in
 
 # --- what comes in -------------------------------------------------------------------------------
 
@@ -43,35 +41,6 @@ def test_lists_that_come_in_are_the_callers(precision: zshard.Precision | None) 
     more: dict[str, list[Tensor]] = {"seen": []}
     wrapped(INPUT, into, more=more)
     assert len(into) == len(more["seen"]) == 6
-
-
-class Node:
-    def __init__(self, value: object, following: object) -> None:
-        self.value, self.following = value, following
-
-
-def test_the_search_for_tensors_ends_in_long_and_deep_things() -> None:
-    chain: object = torch.ones(1)
-    for _ in range(3000):
-        chain = Node(None, chain)
-    inner = torch.zeros(2)
-    assert [*map(len, tensors_in([chain, {"a": [inner], "again": [inner]}, inner]))] == [2, 2, 2, 1]
-    many = {index: str(index) for index in range(1_000_000)}
-    assert [*tensors_in((many, Node(inner, inner), inner))] == [inner]
-    looked_at = 0
-
-    def endless() -> Iterator[Node]:
-        nonlocal looked_at
-        while True:
-            looked_at += 1
-            yield Node(None, None)
-
-    class Endless(dict[str, Node]):
-        def values(self) -> Any:
-            return endless()
-
-    assert [*tensors_in(Endless())] == []
-    assert looked_at < 20_000
 
 
 # --- loops ---------------------------------------------------------------------------------------

@@ -30,10 +30,12 @@ def test_output_that_cannot_be_printed_is_no_traceback(line: str, status: int, s
     assert (done.returncode, done.stderr) == (status, said)
 
 
-def test_a_rank_whose_output_is_closed_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("output", [">&-", "> /dev/full", "| true; exit ${PIPESTATUS[0]}"])
+def test_a_rank_trains_whatever_becomes_of_its_output(output: str, tmp_path: Path) -> None:
     options = [*TINY, "--steps", "1", "--data", write_text(tmp_path / "text")]
-    line = " ".join([COMMAND, "train", *map(str, options), "--out", f"{tmp_path}/run", ">&-"])
+    line = " ".join([COMMAND, "train", *map(str, options), "--out", f"{tmp_path}/run", output])
     rank = environment() | {"RANK": "0", "WORLD_SIZE": "1"}
+    rank.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(
         ["bash", "-c", line], capture_output=True, text=True, timeout=DEADLINE, env=rank
     )

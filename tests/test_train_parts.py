@@ -12,7 +12,7 @@ import zshard
 from zshard.gpt import GPT, SIZES, GPTConfig, generate
 from zshard.training.data import Corpus, find_files
 from zshard.training.job import Job, Place
-from zshard.training.metrics import MetricsLog, StepMetrics, plot_loss, read_metrics
+from zshard.training.metrics import MetricsError, MetricsLog, StepMetrics, plot_loss, read_metrics
 from zshard.training.options import TrainOptions
 from zshard.training.output import output_folder
 from zshard.training.trainplan import plan_of
@@ -85,7 +85,7 @@ def test_a_line_of_metrics_that_finds_no_room_is_an_error_with_the_files_name(
     log = MetricsLog(path, resumed_at=0)
     log._file.close()
     log._file = open("/dev/full", "a")  # noqa: SIM115
-    with pytest.raises(zshard.InputError, match=r"/dev/full cannot be written: .*No space left"):
+    with pytest.raises(MetricsError, match=r"/dev/full cannot be written: .*No space left"):
         log.write(StepMetrics(1, 1.0, 1.0, 0.1, 0.1, 10.0, 0.0))
 
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(lambda: run_plan(**given), "zshard")
     place = Place.from_environment()
     name = "zshard" if place is None else f"zshard: rank {place.rank}"
-    status = _report(lambda: _train(given, arguments, place), name)
+    status = _report(lambda: _train(given, arguments, place), name, prints=False)
     if place is not None:
         # gloo's threads may still drop the tensors of the last collective, for which they need the
         # interpreter: a thread that finds it shutting down aborts the process. So it stays up.
@@ -63,28 +63,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _report(command: Callable[[], int | None], name: str) -> int:
-    """Run a command, report an error in one line, and return the exit status."""
+def _report(command: Callable[[], int | None], name: str, *, prints: bool = True) -> int:
+    """Run a command, report an error in one line, and return the exit status.
+
+    Args:
+        prints: whether the command is for what it prints; else it does not matter who reads that.
+    """
+    status = _status_of(command, name)
     try:
-        status = command() or 0
         sys.stdout.flush()
-        return status
+    except OSError as error:
+        _drop_output()
+        if prints and status == 0:
+            return _refused_output(error, name)
+    return status
+
+
+def _status_of(command: Callable[[], int | None], name: str) -> int:
+    try:
+        return command() or 0
     except KeyboardInterrupt:
         return _interrupted(InterruptedJob(signal.SIGINT))
     except InterruptedJob as interruption:
         return _interrupted(interruption)
     except Error as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        _say(f"{name}: error: {error}")
         if isinstance(error, CommError):
             return LOST_PEER
         return BAD_INPUT if isinstance(error, InputError) else _FAILED
-    except BrokenPipeError:  # whoever read the output has read enough
-        _drop_output()
+    except OSError as error:  # as it printed, or of a file
+        return _refused_output(error, name)
+
+
+def _refused_output(error: OSError, name: str) -> int:
+    if isinstance(error, BrokenPipeError):  # who reads the output has read enough
         return 128 + signal.SIGPIPE
-    except OSError as error:  # of the output: other files' are Errors
-        _drop_output()
-        print(f"{name}: error: {error}", file=sys.stderr)
-        return _FAILED
+    _say(f"{name}: error: {error}")
+    return _FAILED
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def _make_output_sure() -> None:
@@ -103,7 +123,7 @@ def _drop_output() -> None:
 
 
 def _interrupted(job: InterruptedJob) -> int:
-    print(f"\nzshard: {job}; all ranks have ended", file=sys.stderr)
+    _say(f"\nzshard: {job}; all ranks have ended")
     return job.status
 
 

@@ -47,7 +47,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     Those nearest to it come first, as it may lead to anything, a vocabulary say: after ``_MOST``
     other things it is enough, and after ``_MOST_PLAIN`` that cannot lead on.
     """
-    seen: set[int] = set()
+    seen: dict[int, object] = {}  # which keeps what is made on the fly, and so its id
     due: deque[Iterable[object]] = deque(((value,),))
     others = plain = 0
     while due:
@@ -63,7 +63,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
                 if others > _MOST:
                     return
                 if id(item) not in seen and not isinstance(item, (torch.nn.Module, type)):
-                    seen.add(id(item))
+                    seen[id(item)] = item
                     due.append(_items_of(item))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,23 +14,28 @@ from .errors import InputError
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Write a file beside ``path`` by ``write``; it then takes that one's place.
 
-    A link stays one. A device or a pipe is written to, as nothing may take its place.
+    A link stays one. A device or a pipe, whose place nothing may take, is written to.
 
     Raises:
-        InputError: for a path that cannot be written; nothing is left of it.
+        InputError: for a path that cannot be written; nothing is left of it in a file's place.
     """
     try:
-        Path(path).with_name("name")
-        whole = Path(os.path.realpath(path))
+        whole = Path(path)
+        whole.with_name("name")
+        in_place = whole.exists() and not whole.is_file() and not whole.is_dir()
+        if not in_place:
+            whole = Path(os.path.realpath(whole))
         part = whole.with_name(f".{whole.name}.{os.getpid()}.part")
     except (TypeError, ValueError) as error:  # "" and "/" have no name
         raise InputError(f"{path!r} is no file's name") from error
     try:
-        if whole.exists() and not whole.is_file() and not whole.is_dir():
+        if in_place:
             write(whole)
-        else:
-            write(part)
-            os.replace(part, whole)
+            return
+        write(part)
+        if whole.exists():
+            shutil.copymode(whole, part)
+        os.replace(part, whole)
     except (OSError, ValueError) as error:  # the latter: a NUL
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{whole} cannot be written: {reason}") from error

@@ -7,6 +7,7 @@ out then still remove them.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
@@ -27,9 +28,6 @@ class ModuleHook:
     def __init__(self, function: Callable[..., object]) -> None:
         # torch.compile breaks its graph here: communication is not for it to trace.
         self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        # So each unit is a graph, of which blocks alike share one, and Dynamo's default is not to
-        # look whether the modules inside have the same hooks: a hook in one of them would be lost.
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
 
     def __call__(self, *args: object) -> Any:
         """Call the function."""
@@ -42,6 +40,20 @@ class ModuleHook:
             "before zshard.wrap. (For an average of the weights wrap two copies, and update one by "
             "ema.lerp_(param, weight), parameter by parameter.)"
         )
+
+
+_OF_THREAD = threading.local()
+
+
+def have_dynamo_look_at_hooks() -> None:
+    """Have Dynamo look, in this thread, whether modules have the hooks that a graph was made with.
+
+    Units are graphs of their own, of which blocks alike share one. By Dynamo's default a hook
+    inside one of them would be lost; its settings are a thread's own.
+    """
+    if not hasattr(_OF_THREAD, "looks"):
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        _OF_THREAD.looks = True
 
 
 class Hooks(Generic[_Hook]):

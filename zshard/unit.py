@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 
@@ -298,7 +299,8 @@ class Unit:
         """
         self.check_unwritten()
         output = self.copy_views(output)
-        if self._needs_slot and any(map(self._is_view(), tensors_in((output, args)))):
+        found = chain(tensors_in(output), tensors_in(args)) if self._needs_slot else ()
+        if any(map(self._is_view(), found)):
             raise ShardedAccessError(
                 f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "
                 "that it returns, or in a container that came in; the parameter's memory is about "
@@ -320,7 +322,7 @@ class Unit:
     # --- gradients -------------------------------------------------------------------------------
 
     def leaf_grad_arrived(self, flat: Flat, segment: int) -> None:
-        """A leaf has its gradient."""
+        """Note that a leaf has its gradient, for backward to go on."""
         self.fired.add((flat, segment))
         flat.schedule.backward.leaf_grad_arrived(self)
 

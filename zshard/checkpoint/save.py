@@ -21,7 +21,7 @@ from .inventory import as_json
 from .optimizer_state import optimizer_inventory
 from .peers import Background, Peers
 from .rng import random_state
-from .saving import Contents, Job, agree_on, stock_of_model
+from .saving import Contents, Job, agree_on, contents_of_model
 
 _PENDING: WeakKeyDictionary[Schedule, SaveHandle] = WeakKeyDictionary()
 
@@ -145,26 +145,26 @@ def save(
     def take() -> Contents:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
-        stock, found = stock_of_model(schedule, path)
-        stock.keep, stock.extra = keep, as_json(extra, "extra")
+        contents, found = contents_of_model(schedule, path)
+        contents.keep, contents.extra = keep, as_json(extra, "extra")
         if optimizer is not None:
             state = optimizer_inventory(optimizer, found.names, first=peers.world_rank == 0)
-            stock.tensors["optimizer"], stock.optimizer = {**state.tensors}, state.record
+            contents.tensors["optimizer"], contents.optimizer = {**state.tensors}, state.record
         if rng:
             own = random_state(schedule.device)
-            stock.tensors["rng"] = {
+            contents.tensors["rng"] = {
                 f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.world_rank)
                 for rank in range(peers.world_size)
             }
-        return stock
+        return contents
 
-    stock = agree_on(peers, take)
+    contents = agree_on(peers, take)
     if not asynchronous:
-        Job(peers, stock).run()
+        Job(peers, contents).run()
         return None
     # Only its thread meets others on its group: there may be another model's save under way.
     background = Background(schedule.comm, what)
-    job = Job(background, stock)
+    job = Job(background, contents)
     peers.gather(job.take_snapshot)
     handle = _PENDING[schedule] = SaveHandle(job, background.thread.submit(_run, job))
     return handle

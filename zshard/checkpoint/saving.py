@@ -90,21 +90,21 @@ def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
         Error: what ``take`` raised on any rank.
         MismatchError: if the ranks are to save different things.
     """
-    stock = peers.together(take)
-    outcomes = peers.gather(lambda: (stock.id, stock.digest()))
+    contents = peers.together(take)
+    outcomes = peers.gather(lambda: (contents.id, contents.digest()))
     if differing := [r for r, (_, digest) in enumerate(outcomes) if digest != outcomes[0][1]]:
         raise MismatchError(
             f"{peers.what}: ranks {differing} were given other arguments, or another state of the "
             "optimizer, than rank 0. Pass the same on every rank; what differs, such as a loss, "
             "gather first (torch.distributed.all_gather_object)."
         )
-    return replace(stock, id=outcomes[0][0])
+    return replace(contents, id=outcomes[0][0])
 
 
-def stock_of_model(schedule: Schedule, path: object) -> tuple[Contents, Inventory]:
+def contents_of_model(schedule: Schedule, path: object) -> tuple[Contents, Inventory]:
     """The parameters and buffers of a wrapped model, to be saved at ``path``."""
     found = inventory_of(schedule)
-    stock = Contents(
+    contents = Contents(
         id=secrets.token_hex(16),
         target=catalogue.absolute(path),
         tensors={"model": {**found.parameters, **found.buffers}, "master": {**found.masters}},
@@ -112,7 +112,7 @@ def stock_of_model(schedule: Schedule, path: object) -> tuple[Contents, Inventor
         buffers=list(found.buffers),
         extra_state=found.extra_state,
     )
-    return stock, found
+    return contents, found
 
 
 class Task(NamedTuple):
@@ -132,15 +132,15 @@ class Job:
         total_bytes: of tensors that this rank writes; written_bytes: of those it has written.
     """
 
-    def __init__(self, peers: Peers, stock: Contents) -> None:
-        self._peers, self._stock = peers, stock
-        self._place = catalogue.saving(stock.target, stock.id)
-        self._seed = seed_of(stock.id)
+    def __init__(self, peers: Peers, contents: Contents) -> None:
+        self._peers, self._contents = peers, contents
+        self._place = catalogue.saving(contents.target, contents.id)
+        self._seed = seed_of(contents.id)
         self._files: list[Planned] = []
         self._tasks: list[Task] = []
-        self._texts = dict(stock.texts)
-        metadata = {"format": "pt", "zshard_save": stock.id}
-        for kind, of_kind in stock.tensors.items():
+        self._texts = dict(contents.texts)
+        metadata = {"format": "pt", "zshard_save": contents.id}
+        for kind, of_kind in contents.tensors.items():
             if not of_kind:
                 continue
             shapes = {name: (held.dtype, tuple(held.shape)) for name, held in of_kind.items()}
@@ -157,12 +157,12 @@ class Job:
     @property
     def target(self) -> str:
         """The path of the checkpoint."""
-        return self._stock.target
+        return self._contents.target
 
     def take_snapshot(self) -> None:
         """Copy what this rank is to write, so that training may go on."""
         self._tasks = [task._replace(held=Snapshot(task.held)) for task in self._tasks]
-        self._stock.tensors = {kind: {} for kind in self._stock.tensors}  # the model may go
+        self._contents.tensors = {kind: {} for kind in self._contents.tensors}  # the model may go
 
     def run(self) -> None:
         """Write the checkpoint.
@@ -188,7 +188,7 @@ class Job:
         """Make the folder and the files, with their headers."""
         files.make_parents(os.path.dirname(self.target))
         catalogue.tidy(self.target)
-        catalogue.check_target(self.target, exported=self._stock.exported)
+        catalogue.check_target(self.target, exported=self._contents.exported)
         files.make_folder(self._place)
         claim.enter_context(catalogue.claimed(self._place))
         for planned in self._files:
@@ -233,12 +233,12 @@ class Job:
 
     def _complete(self, checksums: list[list[tuple[int, Chunk]]]) -> None:
         """Write the manifest, and make the folder the checkpoint."""
-        stock = self._stock
+        contents = self._contents
         chunks: list[list[Chunk]] = [[] for _ in self._tasks]
         for of_rank in checksums:
             for number, chunk in of_rank:
                 chunks[number].append(chunk)
-        tensors: dict[str, dict[str, Stored]] = {kind: {} for kind in stock.tensors}
+        tensors: dict[str, dict[str, Stored]] = {kind: {} for kind in contents.tensors}
         for task, unsorted in zip(self._tasks, chunks, strict=True):
             parts = sorted(unsorted)
             ends = [0, *(part.end for part in parts)]
@@ -257,23 +257,23 @@ class Job:
             )
         folder = os.path.dirname(self.target)
         manifest = Manifest(
-            id=stock.id,
-            sequence=0 if stock.exported else catalogue.next_sequence(folder),
+            id=contents.id,
+            sequence=0 if contents.exported else catalogue.next_sequence(folder),
             saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             ranks=self._peers.world_size,
             files=self._data_files(),
             tensors=tensors,
-            aliases=stock.aliases,
-            buffers=stock.buffers,
-            extra_state=stock.extra_state,
-            optimizer=stock.optimizer,
-            extra=stock.extra,
+            aliases=contents.aliases,
+            buffers=contents.buffers,
+            extra_state=contents.extra_state,
+            optimizer=contents.optimizer,
+            extra=contents.extra,
         )
         files.write_synced(os.path.join(self._place, NAME), manifest.encode())
         files.sync_folder(self._place)
         catalogue.commit(self._place, self.target)
-        if stock.keep is not None:
-            catalogue.prune(self.target, stock.id, stock.keep)
+        if contents.keep is not None:
+            catalogue.prune(self.target, contents.id, contents.keep)
 
     def _data_files(self) -> dict[str, DataFile]:
         found = {

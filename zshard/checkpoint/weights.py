@@ -22,7 +22,7 @@ from .loading import Match, compare_copies, fill, match_model
 from .manifest import CHUNK_BYTES, MAX_NBYTES, Stored
 from .peers import Peers
 from .save import begin
-from .saving import Contents, Job, agree_on, stock_of_model
+from .saving import Contents, Job, agree_on, contents_of_model
 from .tensorfile import CODES, Slab, read_header
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -179,17 +179,17 @@ def export(
             isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES
         ):
             raise InputError(f"dtype={dtype!r}: expected a dtype of floating-point numbers")
-        stock, _ = stock_of_model(schedule, path)
-        stock.exported = True
-        stock.tensors = {
+        contents, _ = contents_of_model(schedule, path)
+        contents.exported = True
+        contents.tensors = {
             "model": {
                 name: _Cast(held, dtype) if dtype and held.dtype.is_floating_point else held
-                for name, held in stock.tensors["model"].items()
+                for name, held in contents.tensors["model"].items()
             },
             "master": {},
         }
-        stock.texts = _configs(model, dtype)
-        return stock
+        contents.texts = _configs(model, dtype)
+        return contents
 
     Job(peers, agree_on(peers, take)).run()
 

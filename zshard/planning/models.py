@@ -41,11 +41,11 @@ def model_of(model: object, context: int) -> nn.Module:
 def _of_transformers(model: object) -> nn.Module:
     try:
         import transformers
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingPackage(
-            f"{model!r}: zshard.plan needs transformers to read it, which cannot be imported "
-            f"({error}): pip install transformers"
-        ) from None
+            f"{model!r}: to read it, zshard.plan needs {error.name}, which is not installed: "
+            f"pip install {error.name}"
+        ) from error
     config = model
     if isinstance(model, str | os.PathLike):
         try:

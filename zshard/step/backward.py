@@ -78,6 +78,7 @@ class Backward:
             index: of the output among the unit's; forward: that it came from.
         """
         self._begin(f"{unit.index}.{index}", forward)
+        self.forwards.reached.add(forward)
         if unit is self.current and unit.state is State.GATHERED:
             return  # another output of the same call
         self.current = unit
@@ -195,7 +196,7 @@ class Backward:
         return " ".join(map(str, passed))
 
     def leaf_grad_arrived(self, unit: Unit) -> None:
-        """A gradient of a leaf of ``unit`` is there."""
+        """Free and reduce ``unit``, one of whose leaves got its gradient, if that was the last."""
         self._begin(f"{unit.index}")
         if self._reduces and self._agreement.has_reduced(unit):
             self._schedule.reset(Ending.STRAYED)
@@ -244,6 +245,7 @@ class Backward:
                 flat.grads.hold_back()
         self._executor.enter_state(TrainingState.IDLE)
         _BEGUN.pop(self, None)
+        self.forwards.let_go()
         if self._reduces:
             self._reducer.run_hooks()
 
@@ -342,4 +344,5 @@ class Backward:
         elif self._executor.state is TrainingState.BACKWARD:
             self._reducer.drop()
         _BEGUN.pop(self, None)
+        self.forwards.let_go()
         self.current = None

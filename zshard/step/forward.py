@@ -23,7 +23,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from ..containers import cast_floating
 from ..errors import CommError, MismatchError, StateError
-from ..hooks import ModuleHook
+from ..hooks import ModuleHook, have_dynamo_look_at_hooks
 from ..training_state import TrainingState, calls_under_way, inside_backward
 from ..unit import State, Unit
 from .forward_log import Forward
@@ -70,6 +70,7 @@ class ForwardHooks:
         if schedule.bypassed():
             return None
         schedule.require_values("a forward")
+        have_dynamo_look_at_hooks()
         self._root.let_hooks_see()
         if self._is_nested():
             return None
@@ -174,6 +175,7 @@ class ForwardHooks:
         if self._backward.raised:
             schedule.reset()
         schedule.require_values(f"a forward of {unit.label}")
+        have_dynamo_look_at_hooks()
         unit.let_hooks_see()
         unit.forward_io.begin()
         unit.forward_io.enter(inputs)
@@ -237,6 +239,8 @@ class ForwardHooks:
         """Hook ``output``, so that backward announces itself there; whether it can be hooked."""
         own = unit.forward_io.leave(output)
         ref, forward = self._refs[unit.index], self._backward.forwards.current
+        if own:
+            forward.holds = self
         for index, tensor in enumerate(own):
             reached = partial(_reached, ref, index, forward)
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
@@ -263,11 +267,7 @@ class ForwardHooks:
 
 
 class _UnitRef(NamedTuple):
-    """A unit, as hooks on its outputs hold it.
-
-    A model may keep its own output, and what autograd holds the garbage collector cannot see: a
-    hook that held the model would keep it for ever.
-    """
+    """A unit, as hooks on its outputs hold it; see ``Forward.holds``."""
 
     hooks: weakref.ref[ForwardHooks]
     number: int  # in the unit map
@@ -281,6 +281,6 @@ def _reached(ref: _UnitRef, index: int, forward: Forward, grad: torch.Tensor) ->
         hooks._backward.reached(hooks._units[ref.number], index, forward)
     elif not ref.whole_stays:
         raise StateError(
-            f"backward has come to unit {ref.label!r} of a model that was deleted, with its "
-            "parameters. Keep the model until the backward through it has ended."
+            f"another backward has come to unit {ref.label!r} of a model that was deleted, with "
+            "its parameters. Keep the model until the last backward through it has ended."
         )

@@ -17,7 +17,16 @@ from ..unit import Unit
 
 
 class Forward:
-    """Stands for a forward. The hooks on its graph hold it, so it lives as long as that does."""
+    """Stands for a forward. The hooks on its graph hold it, so it lives as long as that does.
+
+    Attributes:
+        holds: keeps a model alive that nobody else holds, for a backward; None once one has ended.
+            A model may keep its own output, and what autograd holds the garbage collector cannot
+            see, so hooks that hold the model keep it for ever.
+    """
+
+    def __init__(self) -> None:
+        self.holds: object = None
 
 
 class _Noted(NamedTuple):
@@ -32,10 +41,12 @@ class ForwardLog:
 
     Attributes:
         current: the forward under way, or the last one.
+        reached: those that the backward under way has come to.
     """
 
     def __init__(self) -> None:
         self.current = Forward()
+        self.reached: set[Forward] = set()
         self._noted: list[_Noted] = []
         self._backwards = 0  # that have begun since those
 
@@ -72,6 +83,12 @@ class ForwardLog:
         forwards = [(each is came_from, digest) for each, digest in alive if each is not None]
         return f"{forwards};{self._backwards}"
 
+    def let_go(self) -> None:
+        """Note that the backward has ended, and what it has reached need hold the model no more."""
+        while self.reached:
+            self.reached.pop().holds = None
+
     def forget(self) -> None:
         """Begin anew."""
+        self.let_go()
         self._noted, self._backwards = [], 0

@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     sum_of_squares: torch.Tensor  # 0-d float64, on the device
     non_finite: torch.Tensor  # 0-d float64, on the device: not 0 if any gradient is not finite
     failures: int  # ranks whose backward raised
-    failed_rank: int  # the sum of theirs: of a single one, which it is
+    failed_ranks: int  # the sum of theirs: of a single one, which it is
     strays: int  # ranks whose backward took another way than before
     present: list[bool]  # of each trained parameter, whether any rank has a gradient
 
@@ -79,12 +79,12 @@ class OutcomeSum:
     def outcome(self) -> Outcome:
         """The sum, after ``wait``."""
         sum_of_squares, non_finite = self._stats
-        failures, failed_rank, strays, *present = self._told.tolist()
+        failures, failed_ranks, strays, *present = self._told.tolist()
         return Outcome(
             sum_of_squares,
             non_finite,
             failures=int(failures),
-            failed_rank=int(failed_rank),
+            failed_ranks=int(failed_ranks),
             strays=int(strays),
             present=[ranks > 0 for ranks in present],
         )

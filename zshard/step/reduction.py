@@ -86,7 +86,7 @@ class Reducer:
     # --- one backward ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a backward: what was left lazy from the last one is settled."""
+        """Begin a backward: what the last one left lazy is read."""
         if self.has_gradients:
             self.apply_scale()
         self.grad_scale, self.unscales = None, False
@@ -159,7 +159,7 @@ class Reducer:
         self.drop()
         if not self._ending.without_gradients:
             single = found.failures == 1
-            who = f"rank {found.failed_rank}" if single else f"{found.failures} ranks"
+            who = f"rank {found.failed_ranks}" if single else f"{found.failures} ranks"
             raise StateError(
                 f"on {who} a backward of this step (the last one, or one inside no_sync) raised an "
                 "exception, or took another way than before. The step's gradients are dropped on "

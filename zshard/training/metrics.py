@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from tabulate import tabulate
 
-from ..errors import InputError
+from ..errors import Error, InputError
 from ..files import write_whole
 from .scalars import Scalars
 
@@ -39,6 +40,18 @@ class Validation:
 
 
 Line = StepMetrics | Validation
+
+
+class MetricsError(Error):
+    """What was measured cannot be written."""
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MetricsError(f"{what} cannot be written: {error}") from error
 
 
 class MetricsLog:
@@ -72,21 +85,26 @@ class MetricsLog:
         """Append one line.
 
         Raises:
-            InputError: if it cannot be written.
+            MetricsError: if it cannot be written.
         """
-        try:
+        with _named(self._file.name):
             self._file.write(_line(metrics))
             self._file.flush()
-            if self._scalars is not None:
+        if self._scalars is not None:
+            with _named("the scalars for TensorBoard"):
                 self._scalars.write(metrics.step, _scalars_of(metrics))
-        except OSError as error:
-            raise InputError(f"{self._file.name} cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file.
+
+        Raises:
+            MetricsError: if what is left of it cannot be written.
+        """
+        with _named(self._file.name):
+            self._file.close()
         if self._scalars is not None:
-            self._scalars.close()
+            with _named("the scalars for TensorBoard"):
+                self._scalars.close()
 
 
 def _scalars_of(metrics: Line) -> dict[str, float | None]:

@@ -31,7 +31,7 @@ class Flat:
     S is the size of a shard, O that of the range this rank owns: its shard, or everything.
 
     Attributes:
-        unit: whose it is; schedule: that runs it. Both are set as they take it over.
+        unit: whose it is; schedule: that runs it. Not there before they take it over, in wrap.
         shard: the range of this rank's shard; owned: the range that it updates.
         master: (O,), the authority.
         grads: of the owned range, reduced or held back by no_sync.
@@ -176,7 +176,8 @@ class Flat:
         Raises:
             StateError: inside a forward or backward; if no_sync holds a gradient of it.
         """
-        self.schedule.backward.before_set_trained(self.names[index])
+        if hasattr(self, "schedule"):  # else wrap is under way, in an init_fn
+            self.schedule.backward.before_set_trained(self.names[index])
         if self.grads.is_held_back(index):
             self.grads.before_access(index)
         self.trained[index] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 
@@ -47,7 +48,7 @@ class ForwardIO:
         self.forget()
         if not torch.is_grad_enabled():
             return []
-        found = {id(t): t for t in tensors_in((output, given)) if t.requires_grad}
+        found = {id(t): t for t in chain(tensors_in(output), tensors_in(given)) if t.requires_grad}
         own = [tensor for key, tensor in found.items() if key not in passed]
         for tensor in own:
             # register_hook crashes on a view whose base was written to through another one, if
