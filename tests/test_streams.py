@@ -88,7 +88,7 @@ def over_symmetric(
         here = lambda device: torch.cuda.current_stream(device).record_event()  # noqa: E731
         monkeypatch.setattr(symmetric, "mark_here", here)
         if lost:
-            monkeypatch.setattr(PendingReduction, "leaves_free", lambda self, route: True)
+            monkeypatch.setattr(PendingReduction, "leaves_free", lambda self, buffers: True)
         options = {"strategy": strategy, "comm": "peer"}
         return training(rank, world_size, options, replicas)
 
@@ -135,10 +135,7 @@ def waited_for(rank: int, world_size: int, comm: str) -> list[int]:
     take(Double())
     waits: list[int] = [0]
     with modelled({"comm": comm}) as (_, trained), pytest.MonkeyPatch.context() as monkeypatch:
-        land, pack = (
-            PendingReduction.land,
-            PendingReduction.__init__,
-        )
+        land, pack = PendingReduction.land, PendingReduction.__init__
 
         def begin(self: PendingReduction, *args: object) -> None:
             waits.append(0)

@@ -113,21 +113,18 @@ def match_model(
 
 
 def compare_copies(
-    folder: str, copies: Sequence[Mapping[str, Stored]], place: int, world: int
+    folder: str, copies: Sequence[Mapping[str, Stored]], rank: int, world_size: int
 ) -> None:
     """Make sure that stored tensors that are one in the model are alike, in this rank's part.
-
-    Args:
-        place: of this rank, of ``world``.
 
     Raises:
         CheckpointError: with the names of two that differ, or for a file that cannot be read.
     """
     for named in copies:
         (first, one), *others = named.items()
-        share = -(-prod(one.shape) // world)
+        share = -(-prod(one.shape) // world_size)
         parts = [
-            (max(begin, place * share), min(end, (place + 1) * share))
+            (max(begin, rank * share), min(end, (rank + 1) * share))
             for begin, end, _ in one.chunks()
         ]
         for other, stored in others:

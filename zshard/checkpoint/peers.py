@@ -122,4 +122,4 @@ class Background(Peers):
                 f"rank {self.world_rank} of {self.world_size} lost another rank at {self.what}: "
                 f"{error}.{ended}"
             ) from error
-        return [everyone[place] for place in self._order]
+        return [everyone[index] for index in self._order]

@@ -89,8 +89,8 @@ def load_weights(
             "there. Nothing has changed; pass the same on every rank."
         )
     if match.copies:
-        place, world = schedule.comm.world_rank, schedule.comm.world_size
-        peers.together(lambda: compare_copies(folder, match.copies, place, world))
+        rank, world_size = peers.world_rank, peers.world_size
+        peers.together(lambda: compare_copies(folder, match.copies, rank, world_size))
     change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
     if strict:
         schedule.updates.begin_anew()

@@ -7,7 +7,8 @@ A forward of its own, which begins a pass and ends it. Or, by what it is found i
 ``full_params``, where there is nothing to gather; the model that calls itself, in a forward that is
 under way; one inside one of the model's other methods, of whose pass it is a part (methods.py);
 one that activation checkpointing makes again, inside a backward, whose pass goes on. A call of a
-unit inside is what the root's around it is; or it is alone, outside of any call of the root.
+unit inside is what the root's around it is; or it is alone, outside of any call of the root; or, of
+a unit that calls itself, a part of the unit's call around it.
 """
 
 from __future__ import annotations
