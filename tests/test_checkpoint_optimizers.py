@@ -315,3 +315,20 @@ def test_an_optimizer_around_another_is_refused_and_the_inner_one_saved(tmp_path
     zshard.load(tmp_path / "a", again, other)
     steps = range(1, 3)
     assert train(again, Around(other), 0, steps) == train(model, optimizer, 0, steps)
+
+
+@pytest.mark.parametrize("kind", [zshard.AdamW, zshard.Adam, zshard.SGD])
+def test_a_checkpoint_loads_into_an_optimizer_that_has_loaded_a_state_dict(
+    kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    zshard.save(tmp_path / "saved", model, optimizer)
+    before = [zshard.full_param(model, name) for name in ("0.weight", "1.bias")]
+    optimizer.step()
+    zshard.load(tmp_path / "saved", model, optimizer)
+    after = [zshard.full_param(model, name) for name in ("0.weight", "1.bias")]
+    assert all(map(torch.equal, before, after))

@@ -202,17 +202,18 @@ class Comm:
             if transfer is not None and trace is not None and lane.stream is not None:
                 transfer.start = trace.stamp()
             began = time.perf_counter()
-            work = start()
-            if work is None and over.read_by_waiter:  # it was waited for here
-                self._waited(op, tag, transfer, began)
-            if transfer is not None and trace is not None:
-                if work is None:  # it runs on the lane, or is done
-                    transfer.ends.append(trace.stamp())
-                elif over.read_by_waiter:
-                    transfer.by_waiter = True
-                else:
-                    transfer.watch(work.works if isinstance(work, Together) else [work])
-            handle = Handle(self, work, lane.mark(), over, op, tag, transfer)
+            with over.attending():  # until somebody can wait for it
+                work = start()
+                if work is None and over.read_by_waiter:  # it was waited for here
+                    self._waited(op, tag, transfer, began)
+                if transfer is not None and trace is not None:
+                    if work is None:  # it runs on the lane, or is done
+                        transfer.ends.append(trace.stamp())
+                    elif over.read_by_waiter:
+                        transfer.by_waiter = True
+                    else:
+                        transfer.watch(work.works if isinstance(work, Together) else [work])
+                handle = Handle(self, work, lane.mark(), over, op, tag, transfer)
         if transfer is not None and trace is not None and not self.on_lane:
             transfer.back = trace.stamp()
         return handle

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 
@@ -116,10 +115,8 @@ class Unit:
 
     def can_prefetch(self) -> bool:
         """Whether a gather now would neither allocate memory nor push another unit out."""
-        if self.state is not State.SHARDED:
-            return False
-        if not self._needs_slot:
-            return True
+        if self.state is not State.SHARDED or not self._needs_slot:
+            return self.state is State.SHARDED
         if self._home is None:
             self._home = self._pool.free_slot(grow=False)
         return self._home is not None and self._home.owner is None
@@ -177,9 +174,9 @@ class Unit:
         """Put the whole parameters into the modules, for a forward or a recomputation."""
         if not self._installed:
             self.require_parameters()  # before any of the modules is changed
+            self._installed = True  # or some of them, should an exception come here
             for site in self.sites:
                 site.install(self.flats[site.flat].full.leaf(site.segment))
-            self._installed = True
 
     def uninstall(self) -> None:
         """Put the sharded parameters back; between forward and backward, memory may stay."""
@@ -221,11 +218,18 @@ class Unit:
         if self._comm.broken and self._comm.shards.in_memory:
             self._gathers.clear()  # which do not go on by themselves
         self._finish_gathers()
-        self._enter(State.SHARDED)
+        if self.state is State.SHARDED:
+            self._enter(State.SHARDED)  # which refuses it
+        # Else the state comes last: should an exception come here, all is done again.
         self.in_use = False
         for flat in self.flats:
             flat.mark(valid=False)
         self.uninstall()
+        self.give_slot_back()
+        self._enter(State.SHARDED)
+
+    def give_slot_back(self) -> None:
+        """Let others have the slot, if this unit has one."""
         if self._home is not None and self._home.owner is self:
             self._home.owner = None
 
@@ -293,13 +297,12 @@ class Unit:
 
         Raises:
             StateError: as ``check_unwritten``.
-            ShardedAccessError: where the full buffer is about to be given back, if a view of it
-                stays in an object that ``map_tensors`` does not copy, or in a container among
-                ``args``.
+            ShardedAccessError: if a view of the full buffer, about to be given back, stays in an
+                object that ``map_tensors`` does not copy, or in a container among ``args``.
         """
         self.check_unwritten()
         output = self.copy_views(output)
-        found = chain(tensors_in(output), tensors_in(args)) if self._needs_slot else ()
+        found = (*tensors_in(output), *tensors_in(args)) if self._needs_slot else ()
         if any(map(self._is_view(), found)):
             raise ShardedAccessError(
                 f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "

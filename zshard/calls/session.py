@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import CommError, InputError, StateError
 from ..tracing.clock import Clock
 from ..tracing.trace import Trace
+from ..training_state import TrainingState
 from ..transports.counters import CommStats
 from ..wrap import schedule_of
 from .recovery import has_given_up, recover
@@ -116,9 +117,16 @@ def reset(model: nn.Module) -> None:
         CommError: if a rank does not come before the group's timeout; with replicas (HSDP), or
             where a model over the process group may be in the middle of a collective, too.
         MismatchError: on every rank, if some had made the step's update and some not.
+        StateError: inside a backward.
         WrapError: if the model is not wrapped.
     """
     schedule = schedule_of(model)
+    under_way = schedule.executor.state is TrainingState.BACKWARD and not schedule.backward.raised
+    if under_way:
+        raise StateError(
+            "zshard.reset was called inside a backward, which would go on without the gradients "
+            "that are dropped. Raise an exception there, and call it behind the backward."
+        )
     if not has_given_up(schedule):
         try:
             schedule.reset()

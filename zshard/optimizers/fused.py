@@ -282,12 +282,13 @@ class FusedOptimizer(Optimizer):
         """
         if other := self._other_rule(group):
             raise OptimizerError(f"the state is of an optimizer with {other}")
-        if missing := [name for name in self.defaults if name not in group]:
+        foreign = self._torch_settings().keys() | _TORCH_LAUNCHES.keys()
+        # torch's load_state_dict adds one of those to the defaults.
+        if missing := [name for name in self.defaults if name not in group.keys() | foreign]:
             raise OptimizerError(
                 f"the state's groups have no {missing[0]!r}: it is of another optimizer than "
                 f"zshard's {type(self).__name__}"
             )
-        foreign = self._torch_settings().keys() | _TORCH_LAUNCHES.keys()
         return {name: value for name, value in group.items() if name not in foreign}
 
     def _other_rule(self, group: Mapping[str, Any]) -> str:

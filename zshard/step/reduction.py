@@ -103,7 +103,8 @@ class Reducer:
             self._pending[0].wait()
             self._pending.pop(0)
         self._ending = ending
-        present = chain(*(self._present[flat] for flat in self.trained_flats))
+        none = {flat: [False] * len(flat.names) for flat in self.trained_flats}
+        present = chain.from_iterable((none | self._present).values())
         stats = self._stats.sum(0)
         self._outcome = OutcomeSum(stats, ending, present, self._comm)
         self._outcome.start(tag._replace(phase="reduce", about="norm"))
@@ -170,12 +171,13 @@ class Reducer:
         """Pack what gradients there are of ``unit``, and start reducing them."""
         for flat in unit.flats:
             if flat.requires_grad:
-                buffers = self._buffers_of(flat)
-                # In order, up to the last one that is in the way: another may lie before it.
-                while not all(pending.leaves_free(buffers) for pending in self._in_flight):
-                    self._in_flight.pop(0).land()
-                self._comm.reclaim(buffers.packed, tag)
+                # The other ranks come to this as well: who leaves it has to say so.
                 with self._comm.shards.attending():
+                    buffers = self._buffers_of(flat)
+                    # In order, up to the last one that is in the way: another may lie before it.
+                    while not all(pending.leaves_free(buffers) for pending in self._in_flight):
+                        self._in_flight.pop(0).land()
+                    self._comm.reclaim(buffers.packed, tag)
                     with doing("pack", unit):
                         self._present[flat] = flat.grads.ready()
                         flat.grads.pack(buffers.packed, buffers.scale_packed)

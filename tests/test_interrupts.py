@@ -1,0 +1,132 @@
+"""Ctrl-C inside of what the runtime does: after zshard.reset the step has not been."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import models
+import pytest
+import torch
+from models import Blocks
+from ranks import run_ranks
+from steps import batch
+from torch import Tensor, nn
+
+import zshard
+from zshard.step.reduction import Reducer
+from zshard.transports.handle import Handle
+from zshard.unit import Unit
+from zshard.units.flat import Flat
+from zshard.units.param_site import ParamSite
+from zshard.units.pool import Pool
+
+SITES = {
+    "install": (ParamSite, "install"),
+    "mark": (Flat, "mark"),
+    "uninstall": (Unit, "uninstall"),
+    "take a slot": (Pool, "take"),
+    "enter a state": (Unit, "_enter"),
+    "find reduce buffers": (Reducer, "_buffers_of"),
+    "hold a collective": (Handle, "__init__"),
+}
+
+
+class Interrupts:
+    """A method whose ``at``-th call raises instead."""
+
+    def __init__(self, site: str, at: int) -> None:
+        self._owner, self._name = SITES[site]
+        self._at, self._calls = at, 0
+
+    def __enter__(self) -> None:
+        self._plain: Any = getattr(self._owner, self._name)
+
+        @functools.wraps(self._plain)
+        def interrupting(*args: object, **kwargs: object) -> object:
+            self._calls += 1
+            if self._calls == self._at:
+                raise KeyboardInterrupt
+            return self._plain(*args, **kwargs)
+
+        setattr(self._owner, self._name, interrupting)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._owner, self._name, self._plain)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [zshard.full_param(model, name) for name, _ in model.named_parameters()]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> None:
+    models.loss_of(model, data).backward()
+    zshard.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def interrupted(rank: int, world_size: int, site: str) -> list[str]:
+    """What differs, wherever the second of three steps was interrupted."""
+    torch.set_num_threads(1)
+    wrong: list[str] = []
+    expected: list[Tensor] = []
+    for at in range(200):
+        torch.manual_seed(0)
+        model = zshard.wrap(Blocks(), comm="peer" if world_size > 1 else "auto")
+        optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+        step(model, optimizer, batch(rank, 0))
+        if at == 0:
+            step(model, optimizer, batch(rank, 2))
+            expected = values(model)
+            continue
+        try:
+            with Interrupts(site, at):
+                models.loss_of(model, batch(rank, 1)).backward()
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert at > 1, "never called"
+            return wrong
+        try:
+            zshard.reset(model)
+            model.zero_grad()
+            with zshard.full_params(model):
+                pass
+            step(model, optimizer, batch(rank, 2))
+            if not all(map(torch.equal, values(model), expected)):
+                wrong.append(f"call {at}: other values")
+        except Exception as error:
+            wrong.append(f"call {at}: {type(error).__name__}: {error}")
+            if world_size > 1:
+                return wrong
+    raise AssertionError("still called")
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_reset_after_ctrl_c_is_as_if_the_step_had_not_been(site: str, world_size: int) -> None:
+    if world_size == 1:
+        if site not in ("take a slot", "hold a collective"):  # of which there are none
+            assert interrupted(0, 1, site) == []
+    else:
+        assert run_ranks(interrupted, 2, site) == [[], []]
+
+
+def test_a_reset_inside_a_backward_is_refused_and_no_gradient_is_lost() -> None:
+    torch.manual_seed(0)
+    plain, refused = Blocks(), []
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks())
+
+    def hook(*_: object) -> None:
+        with pytest.raises(zshard.StateError, match="inside a backward") as caught:
+            zshard.reset(model)
+        refused.append(caught.value)
+
+    model.blocks[1].register_full_backward_hook(hook)
+    for each in (plain, model):
+        models.loss_of(each, batch(0, 0)).backward()
+    assert len(refused) == 1
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, name), param.grad), name
