@@ -47,6 +47,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     Those nearest to it come first, as it may lead to anything, a vocabulary say: after ``_MOST``
     other things it is enough, and after ``_MOST_PLAIN`` that cannot lead on.
     """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
     seen: dict[int, object] = {}  # which keeps what is made on the fly, and so its id
     due: deque[Iterable[object]] = deque(((value,),))
     others = plain = 0

@@ -142,6 +142,8 @@ class Schedule:
         self.reducer.abandon()
         self.agreement.abandon()
         self.executor.release_all()
+        for unit in self.units:
+            unit.give_slot_back()  # if the exception came as it was about to be gathered
         self.executor.enter_state(TrainingState.IDLE)
 
     # --- what may be called now ------------------------------------------------------------------

@@ -53,6 +53,7 @@ def recover(schedule: Schedule) -> None:
         each.backward.forget()
         for unit in each.units:
             each.executor.reshard(unit)
+            unit.give_slot_back()  # if the exception came as it was about to be gathered
     arenas = [cast(PeerRanks, each.comm.shards).arena for each in models]
     mine = [(each.agreement.number, each.updates.tallies()) for each in models]
     with schedule.comm.named_errors("reset", Tag(schedule.executor.step, "reset", "root")):

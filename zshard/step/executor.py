@@ -116,8 +116,6 @@ class Executor:
         if unit.state is not State.SHARDED:
             with self.doing("reshard", unit):
                 unit.reshard()
-        else:
-            unit.give_slot_back()  # if an exception came as it was about to be gathered
 
     # --- what the trace and the profiler are told ------------------------------------------------
 
