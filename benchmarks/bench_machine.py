@@ -307,8 +307,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     if min(arguments.ranks, arguments.tokens) < 1:
         parser.error("--ranks and --tokens: whole numbers, 1 or more")
     folder = Path(arguments.output).absolute().parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        parser.error(f"--output {arguments.output}: no folder that can be written to")
+    if not folder.is_dir():
+        parser.error(f"--output {arguments.output}: there is no such folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        parser.error(f"--output {arguments.output}: its folder cannot be written to")
     if arguments.backend == "nccl" and torch.cuda.device_count() < arguments.ranks:
         parser.error(
             f"--backend nccl --ranks {arguments.ranks}: NCCL needs a GPU a rank, and there are "

@@ -22,16 +22,15 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -
     try:
         whole = Path(path)
         whole.with_name("name")
-        in_place = whole.exists() and not whole.is_file() and not whole.is_dir()
-        if not in_place:
-            whole = Path(os.path.realpath(whole))
-        part = whole.with_name(f".{whole.name}.{os.getpid()}.part")
     except (TypeError, ValueError) as error:  # "" and "/" have no name
         raise InputError(f"{path!r} is no file's name") from error
+    part: Path | None = None
     try:
-        if in_place:
+        if whole.exists() and not whole.is_file() and not whole.is_dir():
             write(whole)
             return
+        whole = Path(os.path.realpath(whole))
+        part = whole.with_name(f".{whole.name}.{os.getpid()}.part")
         write(part)
         if whole.exists():
             shutil.copymode(whole, part)
@@ -40,5 +39,6 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{whole} cannot be written: {reason}") from error
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            part.unlink()
+        if part is not None:
+            with contextlib.suppress(OSError, ValueError):
+                part.unlink()
