@@ -116,8 +116,8 @@ def test_the_command_measures_this_machine_and_plans_with_it(
     )
     assert printed["step_seconds"] == expected.step_seconds
     assert {each["change"] for each in printed["alternatives"]} >= {"split master", "strategy ddp"}
-    nowhere = command("--calibrate", tmp_path / "none" / "machine.json")
-    assert nowhere.returncode == 2 and "--calibrate " in nowhere.stderr, nowhere
+    nowhere = command("--world", 2, "--calibrate", tmp_path / "none" / "machine.json")
+    assert nowhere.returncode == 2 and "machine.json: no folder" in nowhere.stderr, nowhere
     refused = command("--world", torch.cuda.device_count() + 1, "--backend", "nccl", *calibrate)
     assert refused.returncode == 2 and "NCCL needs a GPU a rank" in refused.stderr
 
