@@ -86,8 +86,7 @@ def reductions(whole: Tensor, size: int, comms: dict[Transport, Comm]) -> list[W
         ) -> None:
             comm.reclaim(packed, _TAG)
             ops.pack_(packed, gradients, offsets)
-            given = packed.view(torch.uint8), packed.dtype
-            comm.exchange(chunks.view(torch.uint8), *given, _TAG, comm.shards).wait()
+            comm.exchange(chunks, packed, _TAG, comm.shards).wait()
             ops.reduce_(out, chunks, 1.0, False, stats)
             comm.shards.release(packed)
 

@@ -161,10 +161,9 @@ class Bench:
     def exchange(self, row: int) -> Callable[[], object]:
         """The exchange of a reduction of ``row`` bytes of each rank and to each."""
         rows = self.comm.shards.row_count(torch.float32)
-        sent = torch.zeros(row * self.comm.size, dtype=torch.uint8, device=self.device)
-        received = torch.zeros(row * rows, dtype=torch.uint8, device=self.device)
-        over = self.comm.shards
-        return lambda: self.comm.exchange(received, sent, torch.float32, _TAG, over)
+        sent = torch.zeros(row // 4 * self.comm.size, device=self.device)
+        received = torch.zeros(row // 4 * rows, device=self.device)
+        return lambda: self.comm.exchange(received, sent, _TAG, self.comm.shards)
 
     def link(self, make: Callable[[int], Callable[[], object]]) -> Link:
         """Bandwidth and latency of a collective, from two sizes."""

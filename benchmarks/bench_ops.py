@@ -24,7 +24,6 @@ from op_cases import (
     cast_case,
     copy_side,
     gather_case,
-    kernel_copy_side,
     pack_case,
     reduce_case,
 )
@@ -60,6 +59,11 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     found += [gather_case(n, a, _BF16, ranks) for a in (_FP32, _BF16) for n in big]
     found += [reduce_case(name, dtype, ranks) for dtype in (_BF16, _FP32) for name in big]
     found += [reduce_case(name, _BF16, ranks, apart=True) for name in big]
+    if device.type == "cuda" and not quick:  # the kernels over peer memory, for fewer ranks
+        name = "27M (8B layer / 8)"
+        for n in (1, 2, 4):
+            found += [gather_case(name, dtype, _BF16, n) for dtype in (_FP32, _BF16)]
+            found += [reduce_case(name, dtype, n, apart=True) for dtype in (_BF16, _FP32)]
     found += [adamw_case(name, stream=stream, apart=name == "odd") for name in updated]
     found.append(adamw_case("1,000 small", stream=stream, apart=True))
     found += [adamw_case(name, stream=stream, grad=_BF16) for name in phased]
@@ -85,7 +89,8 @@ def too_large(device: torch.device) -> list[str]:
 def run(case: Case, device: torch.device, effort: Effort, replay: bool) -> Result:
     """Build, check and measure one case, a copy of as many bytes beside it."""
     sets = _sets(case.nbytes, device)
-    sides = [*case.build(device, sets), copy_side(case.nbytes, device, sets)]
+    copy = copy_side(case.nbytes, device, sets, by_kernel=replay)
+    sides = [*case.build(device, sets), copy]
     name = f"{case.name} (replayed)" if replay else case.name
     try:
         return measure(name, sides, device, effort, sets=sets, replay=replay)
@@ -108,13 +113,13 @@ def _sets(nbytes: int, device: torch.device) -> int:
 def ceiling(device: torch.device, effort: Effort, replay: bool) -> Result:
     """The plain copy alone, of 2 GiB moved (a quarter of that on CPU).
 
-    On CUDA beside one by a kernel: what the driver does for a copy, in a graph above all, may be
-    slower, and would flatter every share.
+    On CUDA beside one by a kernel; see ``copy_side``.
     """
     nbytes = _CEILING_BYTES if device.type == "cuda" else _CEILING_BYTES // 4
     sides = [copy_side(nbytes, device, 1)]
     if device.type == "cuda":
-        sides.append(kernel_copy_side(nbytes, device))
+        copy = copy_side(nbytes, device, 1, by_kernel=True)
+        sides.append(copy._replace(name="copy by a kernel"))
     return measure(
         f"copy ceiling{' (replayed)' if replay else ''}", sides, device, effort, replay=replay
     )

@@ -9,8 +9,6 @@ is for CUDA's caching allocator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -27,7 +25,10 @@ class Event(NamedTuple):
     """A point in a stream's work."""
 
     clock: Clock
-    device: torch.device = torch.device("cpu")
+    model: Model
+
+    def wait(self) -> None:
+        self.model.current.wait_event(self)
 
 
 class Stream:
@@ -35,12 +36,21 @@ class Stream:
 
     device = torch.device("cpu")
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, model: Model) -> None:
+        self.name, self.model = name, model
         self.clock: Clock = {self: 0}
+        self._before: list[Stream] = []
+
+    def __enter__(self) -> None:
+        assert not self._before, "as torch's, it is entered once"
+        self._before.append(self.model.current)
+        self.model.current = self
+
+    def __exit__(self, *_: object) -> None:
+        self.model.current = self._before.pop()
 
     def record_event(self) -> Event:
-        return Event(dict(self.clock))
+        return Event(dict(self.clock), self.model)
 
     def wait_event(self, event: Event) -> None:
         for stream, time in event.clock.items():
@@ -76,18 +86,18 @@ class Model(TorchDispatchMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.compute = self.current = Stream("compute")
+        self.compute = self.current = Stream("compute", self)
         self.races: list[str] = []
         self.on_lanes = 0
         self._streams = [self.compute]
         self._lanes: list[Lane] = []
         self._accesses: list[Access] = []
         monkeypatch.setattr(Lane, "__init__", lambda lane, device: self._give_stream(lane))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self._switch)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: self.current)
 
     def _give_stream(self, lane: Lane) -> None:
-        stream = lane.stream = Stream(f"lane {len(self._streams)}")  # type: ignore[assignment]
+        stream = lane.stream = Stream(f"lane {len(self._streams)}", self)  # type: ignore[assignment]
+        lane.entered = False
         self._streams.append(stream)
         self._lanes.append(lane)
 
@@ -95,14 +105,6 @@ class Model(TorchDispatchMode):
         """Take the streams back; lanes may outlive the patches."""
         for lane in self._lanes:
             lane.stream = None
-
-    @contextmanager
-    def _switch(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}

@@ -198,7 +198,7 @@ def test_a_lane_that_goes_makes_the_compute_stream_wait(monkeypatch: pytest.Monk
             self.waited.append(other)
 
     compute, side = Stream(), Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: compute)
     lane = Lane(torch.device("cpu"))
     lane.stream = side  # type: ignore[assignment]
     del lane

@@ -155,7 +155,7 @@ def rewritten(rank: int, world_size: int) -> list[bool]:
         expected = (10 * round_ + everyone).repeat_interleave(64)
         shard.fill_(-1.0)
         packed.copy_(expected + 100 * rank)
-        ranks.start_exchange(packed, packed, torch.float32)
+        ranks.start_exchange(packed, packed)
         total = torch.stack(ranks.rows_for_me(packed)).sum(0)
         ranks.release(packed)
         packed.fill_(-1.0)

@@ -34,8 +34,8 @@ class TimedEvent(stream_model.Event):
 class TimedStream(stream_model.Stream):
     """A stream whose every op takes a millisecond."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, model: stream_model.Model) -> None:
+        super().__init__(name, model)
         self._now, self._counted = 0.0, 0
 
     @property
@@ -45,7 +45,7 @@ class TimedStream(stream_model.Stream):
         return self._now
 
     def record_event(self) -> TimedEvent:
-        event = TimedEvent(dict(self.clock))
+        event = TimedEvent(dict(self.clock), self.model)
         event.time = self.now
         return event
 
@@ -56,11 +56,11 @@ class TimedStream(stream_model.Stream):
 
 
 class Timing:
-    """torch.cuda.Event(enable_timing=True)."""
+    """torch.Event(device, enable_timing=True)."""
 
     made = 0
 
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
         assert enable_timing
         Timing.made += 1
 
@@ -79,7 +79,7 @@ def on_streams(rank: int, world_size: int, strategy: str) -> tuple[Trace, int]:
         trained = build(strategy=strategy)
         comm = schedule_of(trained).comm
         comm.shards.nccl, comm.shards._gloo = True, False  # one row of sums, on the lane
-        patch.setattr(torch.cuda, "Event", Timing)
+        patch.setattr(torch, "Event", Timing)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(session, "Clock", lambda device: Clock(torch.device("cuda")))
         optimizer = zshard.AdamW(trained.parameters())

@@ -149,21 +149,14 @@ class Comm:
         start = partial(over.start_gather, full, shard, lasting=lasting)
         return self._start("all_gather", sent, tag, lane, over, start)
 
-    def exchange(
-        self,
-        chunks: torch.Tensor,
-        packed: torch.Tensor,
-        dtype: torch.dtype,
-        tag: Tag,
-        over: Ranks,
-    ) -> Handle:
-        """Start the communication of a reduce-scatter of ``packed`` (N * S,), uint8 of ``dtype``.
+    def exchange(self, chunks: torch.Tensor, packed: torch.Tensor, tag: Tag, over: Ranks) -> Handle:
+        """Start the communication of a reduce-scatter of ``packed`` (N * S,).
 
-        ``chunks`` (C, S), likewise, receives what the caller then sums in rank order, or is
+        ``chunks`` (C, S) receives what the caller then sums in rank order, or is
         ``Ranks.rows_for_me``. Runs on the reduce lane; both have to be long-lived.
         """
         sent = packed.nbytes // over.size * (over.size - 1)
-        start = partial(over.start_exchange, chunks, packed, dtype)
+        start = partial(over.start_exchange, chunks, packed)
         return self._start("reduce_scatter", sent, tag, self.reduce_lane, over, start)
 
     def all_reduce(
@@ -260,8 +253,7 @@ class Comm:
     @property
     def on_lane(self) -> bool:
         """Whether the reduce lane is the current stream; what waits there holds up no compute."""
-        stream = self.reduce_lane.stream
-        return stream is not None and torch.cuda.current_stream(stream.device) == stream
+        return self.reduce_lane.entered
 
     def summing(self, tag: Tag) -> AbstractContextManager[None]:
         """A context for the local sum that follows an exchange."""

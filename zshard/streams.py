@@ -2,6 +2,9 @@
 
 On CPU a collective runs on the backend's own threads and its handle is waited for by the host, so
 a lane there is empty and a mark is None. The schedule is the same code on both.
+
+These calls come several times for each unit, and it is the host that pays: torch's streams and
+events of any accelerator are made in C++, those of ``torch.cuda`` take several times as long.
 """
 
 from __future__ import annotations
@@ -12,33 +15,47 @@ from contextlib import contextmanager
 
 import torch
 
-Mark = torch.cuda.Event | None
+Mark = torch.Event | None
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that ``device``, a GPU, is given work on."""
+    return torch.accelerator.current_stream(device.index)  # not the device, which it would check
 
 
 class Lane:
-    """One side stream of the schedule."""
+    """One side stream of the schedule.
+
+    Attributes:
+        entered: whether it is the current stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream: torch.cuda.Stream | None = None
+        self.stream: torch.Stream | None = None
+        self.entered = False
         if device.type == "cuda":
             # Before the compute stream's kernels, whose blocks would fill the GPU first.
-            self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self.stream = torch.Stream(device, priority=-1)
 
     def __del__(self) -> None:
         # With the model go the buffers that this lane may still be using. What gets their memory
         # next runs on the compute stream, which therefore waits.
         if self.stream is not None and not sys.is_finalizing():
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            current_stream(self.stream.device).wait_stream(self.stream)
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
         """Run the body on this lane, after what the compute stream has been given so far."""
-        if self.stream is None:
+        if self.stream is None or self.entered:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            yield
+        self.stream.wait_stream(current_stream(self.stream.device))
+        with self.stream:
+            self.entered = True
+            try:
+                yield
+            finally:
+                self.entered = False
 
     def mark(self) -> Mark:
         """The point that this lane has been given work up to."""
@@ -47,13 +64,13 @@ class Lane:
 
 def mark_here(device: torch.device) -> Mark:
     """The point that the current stream has been given work up to."""
-    return None if device.type != "cuda" else torch.cuda.current_stream(device).record_event()
+    return None if device.type != "cuda" else current_stream(device).record_event()
 
 
 def compute_waits(mark: Mark) -> None:
     """Let the compute stream wait for ``mark``; the host goes on."""
     if mark is not None:
-        torch.cuda.current_stream(mark.device).wait_event(mark)
+        mark.wait()
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -53,6 +53,10 @@ class Unit:
         index: position in the order of the unit map, the same on every rank.
         parent: the closest unit whose module contains this one's, None for the root.
         strategy: what of the unit stays whole.
+
+    Attributes:
+        full_bytes: of the full buffer, all flats together.
+        slot_bytes: what the unit takes of a slot while it is gathered.
     """
 
     def __init__(
@@ -82,8 +86,10 @@ class Unit:
         self._gathers: list[Handle] = []
         self._last_gather = Tag(0, "gather", self.label)
         self._gathered_versions: list[int] = []  # of the flats, as they were gathered last
+        self.full_bytes = sum(aligned(flat.full_bytes) for flat in self.flats)
         # zero3 at N > 1: the full buffer is the pool's, for as long as the unit is gathered.
         self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
+        self.slot_bytes = self.full_bytes if self._needs_slot else 0
         for flat in self.flats:
             flat.unit = self
             pool.ledger.add("parameters", flat.copy.nbytes)
@@ -95,16 +101,6 @@ class Unit:
     def label(self) -> str:
         """The name that traces and errors show."""
         return self.name or "root"
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the unit's full buffer, all flats together."""
-        return sum(aligned(flat.full_bytes) for flat in self.flats)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that the unit takes of a slot while it is gathered."""
-        return self.full_bytes if self._needs_slot else 0
 
     def encloses(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""

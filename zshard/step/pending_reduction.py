@@ -174,10 +174,9 @@ class PendingReduction:
     def _start(self, stage: int) -> None:
         if stage < len(self._buffers.stages):
             over, sent, chunks = self._buffers.stages[stage]
-            bytes_in, dtype = sent.view(torch.uint8), self._flat.dtypes.reduce
             # Rows that lie apart are read where they lie, and nothing is delivered.
-            bytes_out = bytes_in if isinstance(chunks, list) else chunks.view(torch.uint8)
-            self._handle = self._comm.exchange(bytes_out, bytes_in, dtype, self._tag, over)
+            received = sent if isinstance(chunks, list) else chunks
+            self._handle = self._comm.exchange(received, sent, self._tag, over)
             self._unread = self._buffers.stages[stage]
 
     def _release(self) -> None:
@@ -200,7 +199,8 @@ class PendingReduction:
         grads, replicas = self._flat.grads, self._comm.replicas
         accumulate = grads.prepare_sum()
         shard = grads.shard()
-        piece = self._flat.layout.piece(replicas.rank).of(shard)
+        whole = replicas.size == 1
+        piece = shard if whole else self._flat.layout.piece(replicas.rank).of(shard)
         with self._comm.shards.attending():
             with self._comm.summing(self._tag):
                 _sum(piece, self._buffers.last, self._buffers.scale_sum, accumulate, self._stats)
@@ -208,7 +208,7 @@ class PendingReduction:
         self._summed, self._mark = True, self._comm.reduce_lane.mark()
         if shard.numel() == 0:
             return
-        if replicas.size > 1:
+        if not whole:
             self._gather(shard, piece, replicas)
         if self._flat.strategy.replicated and self._comm.size > 1:
             self.wait()

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-Stamp = float | torch.cuda.Event  # of the host's clock, in seconds; of a stream
+from ..streams import current_stream
+
+Stamp = float | torch.Event  # of the host's clock, in seconds; of a stream
 
 
 class Clock:
@@ -24,8 +26,8 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_host = device.type != "cuda"
-        self._free: list[torch.cuda.Event] = []
-        self._used: list[torch.cuda.Event] = []
+        self._free: list[torch.Event] = []
+        self._used: list[torch.Event] = []
         self.now: Callable[[], Stamp] = time.perf_counter if self._on_host else self._record
         self.start()
 
@@ -52,12 +54,8 @@ class Clock:
             return max(0.0, stamp - self._zero)
         return max(0.0, float(self._zero_event.elapsed_time(stamp)) / 1e3)
 
-    def _record(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else _timing_event()
-        event.record(torch.cuda.current_stream(self._device))
+    def _record(self) -> torch.Event:
+        event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
+        event.record(current_stream(self._device))
         self._used.append(event)
         return event
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

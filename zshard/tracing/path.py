@@ -90,23 +90,32 @@ def critical_path(trace: Trace, row: list[Piece]) -> list[Piece]:
         transfer = None if piece.stall is None else piece.stall.transfer
         if transfer is not None and transfer.by_waiter:
             transfer = None
-        if transfer is None or transfer.ended <= piece.began or transfer.returned >= now:
+        came = now
+        if transfer is not None and piece.began < transfer.ended and transfer.returned < now:
+            # The time that it took to wake up is part of the stall.
+            now = _step(path, piece, min(transfer.ended, now), now)
+            now = _follow(path, transfer, before, now)
+        if now < came:
+            index = bisect.bisect_left(begins, now) - 1
+        else:  # also where the transfers' ends lead nowhere else, being at one moment
             now = _step(path, piece, piece.began, now)
             index -= 1
-            continue
-        # The time that it took to wake up is part of the stall.
-        now = _step(path, piece, min(transfer.ended, now), now)
-        while True:
-            previous = before.get(id(transfer))
-            issued = transfer.returned  # until then it is compute that starts it
-            held = issued if previous is None else max(previous.ended, issued)
-            name = Piece(transfer.phase, transfer.unit, 0.0, 0.0)
-            now = _step(path, name, min(held, now), now)
-            if previous is None or previous.ended <= issued:
-                break
-            transfer = previous
-        index = bisect.bisect_left(begins, now) - 1
     return path[::-1]
+
+
+def _follow(
+    path: list[Piece], transfer: Transfer, before: dict[int, Transfer], now: float
+) -> float:
+    """Put ``transfer`` on the path, and what held it up on its lane; where that begins."""
+    while True:
+        previous = before.get(id(transfer))
+        issued = transfer.returned  # until then it is compute that starts it
+        held = issued if previous is None else max(previous.ended, issued)
+        name = Piece(transfer.phase, transfer.unit, 0.0, 0.0)
+        now = _step(path, name, min(held, now), now)
+        if previous is None or previous.ended <= issued:
+            return now
+        transfer = previous
 
 
 def _step(path: list[Piece], piece: Piece, began: float, ended: float) -> float:

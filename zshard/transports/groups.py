@@ -194,15 +194,15 @@ class Ranks:
             ]
         )
 
-    def start_exchange(
-        self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
-    ) -> Work | None:
+    def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
         """Start the communication of a reduce-scatter; see ``Comm.exchange``."""
         work: Work | None
         chunks = chunks.view(-1)
-        if self.row_count(dtype) == 1:
-            work = _reduce_scatter(chunks.view(dtype), packed.view(dtype), group=self.group)
-        elif self._messenger is not None and packed.nbytes >= _LARGE_BYTES * self.size:
+        if self.row_count(packed.dtype) == 1:
+            work = _reduce_scatter(chunks, packed, group=self.group)
+            return work
+        chunks, packed = chunks.view(torch.uint8), packed.view(torch.uint8)
+        if self._messenger is not None and packed.nbytes >= _LARGE_BYTES * self.size:
             work = self._messenger.all_to_all(chunks, packed)
         else:
             work = self._start_all_to_all(chunks, packed)

@@ -87,9 +87,7 @@ class PeerRanks(InMemoryRanks[SharedWindow]):
             ops.gather_cast_(full.view(COPIED), window.shards(begin, shard.nbytes))
             window.presence.depart()
 
-    def start_exchange(
-        self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
-    ) -> Work | None:
+    def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
         """Lend ``packed``; ``chunks`` are the others', where they lie."""
         window, _ = self.find(packed)
         with self.neighbours:

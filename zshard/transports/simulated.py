@@ -42,13 +42,11 @@ class SimulatedRanks(Ranks):
         _repeat(full, shard, self.size)
         return self._call(full)
 
-    def start_exchange(
-        self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
-    ) -> Work | None:
+    def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
         """Every rank's row is this rank's; or their sum is N times it."""
         own = packed.view(self.size, -1)[self.rank]
-        if self.row_count(dtype) == 1:
-            torch.mul(own.view(dtype), self.size, out=chunks.view(-1).view(dtype))
+        if self.row_count(packed.dtype) == 1:
+            torch.mul(own, self.size, out=chunks.view(-1))
         else:
             _repeat(chunks, own, self.size)
         return self._call(chunks)
@@ -84,10 +82,10 @@ class SimulatedRanks(Ranks):
 
 
 def _repeat(rows: torch.Tensor, row: torch.Tensor, times: int) -> None:
-    """Fill ``rows`` (times * S,) with ``row`` (S,), both uint8."""
+    """Fill ``rows`` (times * S,) with ``row`` (S,), of one dtype."""
     # Shards are whole numbers of 64 bytes; a GPU copies an expanded tensor element by element.
     wide = torch.int64 if row.nbytes % 8 == 0 else row.dtype
-    rows.view(times, -1).view(wide).copy_(row.view(wide).expand(times, -1))
+    rows.view(-1).view(wide).view(times, -1).copy_(row.view(wide).expand(times, -1))
 
 
 def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:

@@ -122,9 +122,7 @@ class SymmetricRanks(InMemoryRanks[Window]):
             self._mailbox = self.empty(shard.nbytes, torch.uint8)
         return self._mailbox[: shard.nbytes].copy_(shard)
 
-    def start_exchange(
-        self, chunks: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype
-    ) -> Work | None:
+    def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
         """Lend ``packed``; what others lend is read where it lies, before ``release``."""
         with self._attendance:
             self.arena.barrier(_REDUCTIONS)
