@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu.sh [RESULTS [DEVICE]]   RESULTS: default benchmarks/results; DEVICE: cuda or cpu
 #
-# With an H200 the stages but the last took 430 s, added up, and a slower host takes longer. The last,
-# memcheck of all tests of the ops, has what is left, or a call of its own: ONLY='build|sanitizer, all'.
+# With an H200 the stages but the last took 430 s, added up; a slower host takes longer. The last,
+# memcheck of all tests of the ops, has what is left, or ONLY='build|sanitizer, all' has it alone.
 #
 # Builds the extension for this GPU in the checkout (no network, no build isolation), runs the tests
 # marked cuda, the benchmarks (kernels; steps with NCCL at N = 1, and with the fake process group at
