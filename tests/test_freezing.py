@@ -225,6 +225,17 @@ def test_freezing_inside_a_forward_is_refused() -> None:
         model(batch(0, 0))
 
 
+@pytest.mark.parametrize("value", [0, 2, None, "no"])
+def test_what_is_no_bool_is_torchs_error_and_freezes_nothing(value: object) -> None:
+    model = zshard.wrap(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match="must be bool"):
+        model.weight.requires_grad = value
+    with pytest.raises(TypeError, match="must be bool"):
+        model.requires_grad_(value)
+    model(torch.ones(1, 3)).sum().backward()
+    assert all(zshard.full_grad(model, name).eq(1.0).all() for name in ("weight", "bias"))
+
+
 def test_states_of_what_was_frozen_since_are_saved_and_loaded_any_number_of_times() -> None:
     model = zshard.wrap(Blocks())
     optimizer = zshard.AdamW(model.parameters())

@@ -21,12 +21,20 @@ class Segment(NamedTuple):
     numel: int
     shape: torch.Size  # the parameter's global shape
     stride: tuple[int, ...]  # dense strides: the segment keeps the parameter's own memory order
+    permuted: bool  # whether that order is another than that of the dimensions
+
+    @classmethod
+    def of(cls, param: torch.Tensor, offset: int) -> Segment:
+        """``param``'s segment from ``offset`` on."""
+        stride = dense_stride(param)
+        # Dimensions of size 1 or less have no place in memory, so their strides decide nothing.
+        strides = [s for s, n in zip(stride, param.shape, strict=True) if n > 1]
+        permuted = strides != sorted(strides, reverse=True)
+        return cls(offset, param.numel(), param.shape, stride, permuted)
 
     def physical(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` (of ``shape``) with its dimensions in the segment's memory order."""
-        if not self._permuted:
-            return tensor
-        return tensor.permute(self.order)
+        return tensor.permute(self.order) if self.permuted else tensor
 
     def view_of(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter as a view of its flat buffer ``full`` (N * S,)."""
@@ -38,12 +46,6 @@ class Segment(NamedTuple):
     def order(self) -> tuple[int, ...]:
         """The dimensions from the slowest to the fastest in memory."""
         return memory_order(self.stride)
-
-    @property
-    def _permuted(self) -> bool:
-        # Dimensions of size 1 or less have no place in memory, so their strides decide nothing.
-        strides = [s for s, n in zip(self.stride, self.shape, strict=True) if n > 1]
-        return strides != sorted(strides, reverse=True)
 
 
 class Range(NamedTuple):
@@ -91,10 +93,7 @@ class Layout:
     def of(cls, params: Sequence[torch.Tensor], world_size: int, replicas: int = 1) -> Layout:
         """Lay ``params`` out in order."""
         flat = _C.flat_layout([p.numel() for p in params], world_size * replicas)
-        segments = tuple(
-            Segment(offset, p.numel(), p.shape, dense_stride(p))
-            for p, offset in zip(params, flat.offsets, strict=True)
-        )
+        segments = tuple(Segment.of(p, at) for p, at in zip(params, flat.offsets, strict=True))
         return cls(segments, flat.shard_size * replicas, world_size, replicas)
 
     @property

@@ -125,7 +125,8 @@ class Sharded(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
         """As torch's. Every rank has to make the same change, outside of forward and backward."""
-        if self._is_param and requires_grad != self.requires_grad:
+        changes = isinstance(requires_grad, bool) and requires_grad != self.requires_grad
+        if self._is_param and changes:
             self.flat.set_trained(self.segment, requires_grad)
         super().requires_grad_(requires_grad)
         return self

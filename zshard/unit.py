@@ -328,7 +328,7 @@ class Unit:
     @property
     def trained_count(self) -> int:
         """Parameters that require a gradient."""
-        return sum(sum(flat.trained) for flat in self.flats)
+        return sum(flat.trained_count for flat in self.flats)
 
     @property
     def all_fired(self) -> bool:

@@ -63,6 +63,7 @@ class Flat:
         self.schedule: Schedule
         self.dtypes, self.strategy, self.device = dtypes, strategy, device
         self.trained = [param.requires_grad for param in params]
+        self.trained_count = sum(self.trained)  # asked for at every gradient
         self.hooks = [ParamHooks(param) for param in params]
         self.layout = Layout.of(params, comm.size, comm.replicas.size)
         self.shard = self.layout.shard(comm.rank)
@@ -168,7 +169,7 @@ class Flat:
     @property
     def requires_grad(self) -> bool:
         """Whether any of the parameters is trained."""
-        return any(self.trained)
+        return self.trained_count > 0
 
     def set_trained(self, index: int, value: bool) -> None:
         """Freeze or unfreeze parameter ``index``.
@@ -180,6 +181,7 @@ class Flat:
             self.schedule.backward.before_set_trained(self.names[index])
         if self.grads.is_held_back(index):
             self.grads.before_access(index)
+        self.trained_count += value - self.trained[index]
         self.trained[index] = value
         self.full.set_trained(index, value)
 
