@@ -17,7 +17,7 @@ BUILT := $(VENV)/.built
 LINTERS := $(VENV)/.linters
 # With the folders, whose dates tell that a file has gone.
 SOURCES := $(shell find csrc) $(wildcard cmake/*.py) setup.py pyproject.toml
-CPP_SOURCES = $(shell find csrc cmake -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPP_SOURCES = $(shell find csrc cmake tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PYTHON_SOURCES := setup.py cmake zshard tests benchmarks
 
 .PHONY: train test build lint format check-headers check-wheel clean

@@ -25,10 +25,7 @@ class Event(NamedTuple):
     """A point in a stream's work."""
 
     clock: Clock
-    model: Model
-
-    def wait(self) -> None:
-        self.model.current.wait_event(self)
+    device: torch.device = torch.device("cpu")
 
 
 class Stream:
@@ -42,7 +39,6 @@ class Stream:
         self._before: list[Stream] = []
 
     def __enter__(self) -> None:
-        assert not self._before, "as torch's, it is entered once"
         self._before.append(self.model.current)
         self.model.current = self
 
@@ -50,7 +46,7 @@ class Stream:
         self.model.current = self._before.pop()
 
     def record_event(self) -> Event:
-        return Event(dict(self.clock), self.model)
+        return Event(dict(self.clock))
 
     def wait_event(self, event: Event) -> None:
         for stream, time in event.clock.items():
@@ -97,7 +93,6 @@ class Model(TorchDispatchMode):
 
     def _give_stream(self, lane: Lane) -> None:
         stream = lane.stream = Stream(f"lane {len(self._streams)}", self)  # type: ignore[assignment]
-        lane.entered = False
         self._streams.append(stream)
         self._lanes.append(lane)
 

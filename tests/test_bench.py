@@ -221,6 +221,19 @@ def test_collectives_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
         check("sum", ways, 1e-5)
 
 
+@pytest.mark.parametrize(("by_kernel", "op"), [(False, "aten::copy_"), (True, "aten::add")])
+def test_a_copy_is_the_drivers_or_a_kernels(
+    monkeypatch: pytest.MonkeyPatch, by_kernel: bool, op: str
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from op_cases import copy_side
+
+    side = copy_side(64, torch.device("cpu"), 1, by_kernel=by_kernel)
+    with torch.profiler.profile() as profile:
+        side.run(0)
+    assert profile.events()[0].name == op
+
+
 @pytest.mark.parametrize("ends_by", [AssertionError("differs"), signal.SIGTERM])
 def test_a_case_that_fails_does_not_lose_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: object

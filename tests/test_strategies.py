@@ -221,6 +221,26 @@ def test_a_callable_chooses_by_unit_and_is_asked_once_for_each() -> None:
     assert asked == [("", models.Blocks), *((f"blocks.{i}", models.Block) for i in range(3))]
 
 
+def one_that_is_freed(rank: int, world_size: int) -> tuple[int, int, int]:
+    """Bytes of the full buffers, planned and held, and of the one unit that is freed."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    options = {
+        "units": ["0", "1", "2", "3"],
+        "strategy": lambda name, _: "zero3" if name == "2" else "zero2",
+    }
+    planned = zshard.plan(model, world_size, **options, backend="gloo").to_dict()
+    zshard.wrap(model, **options)
+    model(torch.ones(1, 8)).sum().backward()
+    freed = next(unit for unit in schedule_of(model).units if unit.name == "2")
+    held = zshard.memory(model)["now"]["full_buffers"]
+    return planned["per_rank"]["full_buffers"], held, freed.full_bytes
+
+
+def test_units_that_stay_whole_neither_take_slots_nor_decide_of_their_number_and_size() -> None:
+    for planned, held, freed in run_ranks(one_that_is_freed, 2):
+        assert planned == held == freed > 0
+
+
 @pytest.mark.parametrize("strategy", ["zero4", None, 3, lambda name, module: "zero9"])
 def test_an_unknown_strategy_is_refused_and_leaves_the_model_plain(strategy: object) -> None:
     model = models.Blocks()

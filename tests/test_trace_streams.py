@@ -45,7 +45,7 @@ class TimedStream(stream_model.Stream):
         return self._now
 
     def record_event(self) -> TimedEvent:
-        event = TimedEvent(dict(self.clock), self.model)
+        event = TimedEvent(dict(self.clock))
         event.time = self.now
         return event
 

@@ -150,9 +150,9 @@ class Comm:
         return self._start("all_gather", sent, tag, lane, over, start)
 
     def exchange(self, chunks: torch.Tensor, packed: torch.Tensor, tag: Tag, over: Ranks) -> Handle:
-        """Start the communication of a reduce-scatter of ``packed`` (N * S,).
+        """Start the communication of a reduce-scatter of ``packed`` (N * S,), reduce dtype.
 
-        ``chunks`` (C, S) receives what the caller then sums in rank order, or is
+        ``chunks`` (C, S), of that dtype, receives what the caller then sums in rank order, or is
         ``Ranks.rows_for_me``. Runs on the reduce lane; both have to be long-lived.
         """
         sent = packed.nbytes // over.size * (over.size - 1)
@@ -253,7 +253,7 @@ class Comm:
     @property
     def on_lane(self) -> bool:
         """Whether the reduce lane is the current stream; what waits there holds up no compute."""
-        return self.reduce_lane.entered
+        return self.reduce_lane.is_current
 
     def summing(self, tag: Tag) -> AbstractContextManager[None]:
         """A context for the local sum that follows an exchange."""

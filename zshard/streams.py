@@ -20,19 +20,15 @@ Mark = torch.Event | None
 
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream that ``device``, a GPU, is given work on."""
-    return torch.accelerator.current_stream(device.index)  # not the device, which it would check
+    # Its number, as torch compares a device with the accelerator's each time.
+    return torch.accelerator.current_stream(device.index)
 
 
 class Lane:
-    """One side stream of the schedule.
-
-    Attributes:
-        entered: whether it is the current stream.
-    """
+    """One side stream of the schedule."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.Stream | None = None
-        self.entered = False
         if device.type == "cuda":
             # Before the compute stream's kernels, whose blocks would fill the GPU first.
             self.stream = torch.Stream(device, priority=-1)
@@ -46,16 +42,17 @@ class Lane:
     @contextmanager
     def after_compute(self) -> Iterator[None]:
         """Run the body on this lane, after what the compute stream has been given so far."""
-        if self.stream is None or self.entered:
+        if self.stream is None:
             yield
             return
         self.stream.wait_stream(current_stream(self.stream.device))
         with self.stream:
-            self.entered = True
-            try:
-                yield
-            finally:
-                self.entered = False
+            yield
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what is enqueued now goes on this lane."""
+        return self.stream is not None and current_stream(self.stream.device) == self.stream
 
     def mark(self) -> Mark:
         """The point that this lane has been given work up to."""
@@ -70,7 +67,8 @@ def mark_here(device: torch.device) -> Mark:
 def compute_waits(mark: Mark) -> None:
     """Let the compute stream wait for ``mark``; the host goes on."""
     if mark is not None:
-        mark.wait()
+        # Not mark.wait(), which has the current device wait, whichever that is.
+        current_stream(mark.device).wait_event(mark)
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -138,7 +138,8 @@ class Buffers:
 def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool) -> Buffers:
     """What gathered units and reductions take; the root's flats come first."""
     slots = [sum(aligned(f.full_bytes) for f in flats if not f.resident) for flats in units]
-    regular = min(1 + prefetch, len(slots) - 1) * max(slots[1:], default=0)
+    takers = sum(nbytes > 0 for nbytes in slots[1:])
+    regular = min(1 + prefetch, takers) * max(slots[1:], default=0)
     return Buffers(slots[0] + regular, reduce_buffers_of(chain(*units), nccl=nccl))
 
 

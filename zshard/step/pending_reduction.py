@@ -199,8 +199,9 @@ class PendingReduction:
         grads, replicas = self._flat.grads, self._comm.replicas
         accumulate = grads.prepare_sum()
         shard = grads.shard()
-        whole = replicas.size == 1
-        piece = shard if whole else self._flat.layout.piece(replicas.rank).of(shard)
+        piece = shard
+        if replicas.size > 1:
+            piece = self._flat.layout.piece(replicas.rank).of(shard)
         with self._comm.shards.attending():
             with self._comm.summing(self._tag):
                 _sum(piece, self._buffers.last, self._buffers.scale_sum, accumulate, self._stats)
@@ -208,7 +209,7 @@ class PendingReduction:
         self._summed, self._mark = True, self._comm.reduce_lane.mark()
         if shard.numel() == 0:
             return
-        if not whole:
+        if replicas.size > 1:
             self._gather(shard, piece, replicas)
         if self._flat.strategy.replicated and self._comm.size > 1:
             self.wait()

@@ -200,15 +200,13 @@ class Ranks:
         chunks = chunks.view(-1)
         if self.row_count(packed.dtype) == 1:
             work = _reduce_scatter(chunks, packed, group=self.group)
-            return work
-        chunks, packed = chunks.view(torch.uint8), packed.view(torch.uint8)
-        if self._messenger is not None and packed.nbytes >= _LARGE_BYTES * self.size:
-            work = self._messenger.all_to_all(chunks, packed)
-        else:
-            work = self._start_all_to_all(chunks, packed)
+        else:  # as bytes, since gloo does not know every dtype
+            work = self._start_all_to_all(chunks.view(torch.uint8), packed.view(torch.uint8))
         return work
 
     def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work | None:
+        if self._messenger is not None and sent.nbytes >= _LARGE_BYTES * self.size:
+            return self._messenger.all_to_all(received, sent)
         work: Work | None = dist.all_to_all_single(
             received, sent, group=self.group, async_op=not self.nccl
         )

@@ -65,10 +65,10 @@ class Pool:
         self._scratch_bytes: dict[Scratch, int] = {}
 
     def reserve(self, full_bytes: Sequence[int]) -> None:
-        """Size the slots for units of these many bytes, the root first; allocate nothing yet."""
+        """Size the slots for what each unit takes of one, the root first; make none yet."""
         self._root_bytes = full_bytes[0]
         self._slot_bytes = max(full_bytes[1:], default=0)
-        self._regular = min(self._regular, len(full_bytes) - 1)
+        self._regular = min(self._regular, sum(nbytes > 0 for nbytes in full_bytes[1:]))
 
     def own_slot(self) -> Slot:
         """The root's slot."""
