@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import models
@@ -18,6 +19,7 @@ from zshard.step.reduction import Reducer
 from zshard.transports.handle import Handle
 from zshard.unit import Unit
 from zshard.units.flat import Flat
+from zshard.units.full_buffer import FullBuffer
 from zshard.units.param_site import ParamSite
 from zshard.units.pool import Pool
 
@@ -30,13 +32,23 @@ SITES = {
     "find reduce buffers": (Reducer, "_buffers_of"),
     "hold a collective": (Handle, "__init__"),
 }
+# Where what the modules are given, and what counts as up to date, is being changed.
+CHANGES = {
+    "attach": (FullBuffer, "attach"),
+    "say what is valid": (Flat, "mark"),
+    "refresh what is sent": (Flat, "refresh_send"),
+    "enter a state": (Unit, "_enter"),
+    "note an update": (Flat, "updated"),
+    "end a write": (Flat, "slices_written"),
+}
+RULES = {"zshard's": zshard.AdamW, "torch's": torch.optim.AdamW}
 
 
 class Interrupts:
     """A method whose ``at``-th call raises instead."""
 
     def __init__(self, site: str, at: int) -> None:
-        self._owner, self._name = SITES[site]
+        self._owner, self._name = (SITES | CHANGES)[site]
         self._at, self._calls = at, 0
 
     def __enter__(self) -> None:
@@ -111,6 +123,46 @@ def test_a_reset_after_ctrl_c_is_as_if_the_step_had_not_been(site: str, world_si
             assert interrupted(0, 1, site) == []
     else:
         assert run_ranks(interrupted, 2, site) == [[], []]
+
+
+def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) -> list[str]:
+    """Where a step, the first or second, was interrupted so that the model is not what it holds."""
+    torch.set_num_threads(1)
+    wrong: list[str] = []
+    for before in (0, 1):
+        for at in itertools.count(1):
+            torch.manual_seed(0)
+            model, plain = zshard.wrap(Blocks(), strategy=strategy), Blocks()
+            optimizer = RULES[rule](model.parameters(), lr=1e-2)
+            if before:
+                step(model, optimizer, batch(rank, 0))
+            try:
+                with Interrupts(site, at):
+                    step(model, optimizer, batch(rank, 1))
+            except KeyboardInterrupt:
+                zshard.reset(model)
+            else:
+                break  # it is called no more often
+            optimizer.zero_grad()
+            plain.load_state_dict(zshard.state_dict(model, all_ranks=True))
+            for number in (2, 3):
+                with torch.no_grad():
+                    if not torch.equal(model(batch(rank, number)), plain(batch(rank, number))):
+                        wrong.append(f"{before=} {at=}: forward {number} has other values")
+            step(model, optimizer, batch(rank, 4))
+    return wrong
+
+
+@pytest.mark.parametrize("site", CHANGES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("size", "strategy"), [(1, "zero1"), (2, "zero2"), (2, "zero3")])
+def test_after_ctrl_c_the_model_computes_with_the_parameters_that_it_holds(
+    size: int, strategy: str, rule: str, site: str
+) -> None:
+    if size == 1:
+        assert afterwards(0, 1, strategy, rule, site) == []
+    else:
+        assert run_ranks(afterwards, size, strategy, rule, site, timeout=120) == [[], []]
 
 
 def test_a_reset_inside_a_backward_is_refused_and_no_gradient_is_lost() -> None:

@@ -119,11 +119,9 @@ class Unit:
 
     @property
     def outdated(self) -> bool:
-        """Whether the unit is gathered with values that the master no longer has."""
-        return self.state is not State.SHARDED and any(
-            version != flat.version
-            for version, flat in zip(self._gathered_versions, self.flats, strict=True)
-        )
+        """Whether the unit is gathered with values that the master no longer has, or in part."""
+        versions = [flat.version for flat in self.flats]
+        return self.state is not State.SHARDED and self._gathered_versions != versions
 
     def gather(self, tag: Tag, *, move: bool) -> None:
         """SHARDED -> GATHERING: take a slot and start the all-gathers into it.
@@ -134,8 +132,8 @@ class Unit:
         self._last_gather = tag
         if self._needs_slot:
             self._acquire_slot(move)
+        self._gathered_versions = []  # an exception may leave some of them unstarted
         self._enter(State.GATHERING)
-        self._gathered_versions = [flat.version for flat in self.flats]
         for flat in self.flats:
             flat.refresh_send()
             if flat.needs_gather:
@@ -145,6 +143,7 @@ class Unit:
                 self._gathers.append(
                     self._comm.all_gather(flat.full.recv, flat.sent, tag, lasting=lasting)
                 )
+        self._gathered_versions = [flat.version for flat in self.flats]
         if self.strategy.resident and self._comm.shards.read_by_waiter:
             # It goes on only while this rank waits for it. Left open, a rank that writes its shard
             # waits for this one to read: for ever, if this one is waiting for that rank.
@@ -162,9 +161,9 @@ class Unit:
     def wait(self) -> None:
         """GATHERING -> GATHERED: the whole parameters are there."""
         self._finish_gathers()
-        self._enter(State.GATHERED)
         for flat in self.flats:
             flat.mark(valid=True)
+        self._enter(State.GATHERED)  # last: should an exception come here, all is done again
 
     def install(self) -> None:
         """Put the whole parameters into the modules, for a forward or a recomputation."""
@@ -272,13 +271,14 @@ class Unit:
         memory = self._home.memory
         self._pool.take(self._home, self)
         if self._attached is not self._home:
-            self._attached = self._home
+            self._attached = None  # until all of it is there
             begin = 0
             for flat in self.flats:
                 end = begin + flat.full_bytes
                 flat.mark(valid=False)
                 flat.attach(memory[begin:end].view(flat.dtypes.compute))
                 begin += aligned(flat.full_bytes)
+            self._attached = self._home
 
     # --- what goes in and out --------------------------------------------------------------------
 

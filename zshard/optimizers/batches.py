@@ -159,8 +159,8 @@ class Batch:
         for flat in self._flats():
             flat.before_write()
 
-    def written(self) -> None:
-        """Tell the flat buffers, or autograd, that the masters have new values."""
+    def note_written(self) -> None:
+        """Tell the flat buffers, or autograd, that the masters get new values."""
         for flat in self._flats():
             flat.updated(send_written=not flat.master.stale)
         for shard, master in zip(self.shards, self.masters, strict=True):

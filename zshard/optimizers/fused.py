@@ -133,8 +133,8 @@ class FusedOptimizer(Optimizer):
         with nullcontext() if schedule is None else schedule.executor.doing("step", schedule.root):
             batch.refresh(hypers, active)
             batch.before_write()
+            batch.note_written()  # before: should an exception come here, all is gathered again
             self._launch(batch, None if all(active) else batch.active, grad_scale)
-            batch.written()
 
     def lay_out(self) -> None:
         """Lay out batches and states anew, if the parameters are not those of last time."""

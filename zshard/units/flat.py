@@ -216,11 +216,10 @@ class Flat:
         """Prepare for writes to parts of some storages: the master's, the gradients', or others."""
         if self._has_master(storages):
             self.before_write()
+            self.updated(send_written=False)  # before: an exception may come behind the write
 
     def slices_written(self, storages: set[int]) -> None:
         """Note that parts of some storages were written."""
-        if self._has_master(storages):
-            self.updated(send_written=False)
         self.grads.written(storages)
 
     def took(self, target: Sharded, whole: torch.Tensor) -> None:
@@ -232,7 +231,7 @@ class Flat:
         return self.master.values is not None and storage_of(self.master.values) in storages
 
     def updated(self, *, send_written: bool) -> None:
-        """Note a new value of the master; ``send_written`` if what is sent has it already."""
+        """Note a new value of the master; ``send_written`` if what is sent gets it as well."""
         self.version += 1
         self.master.stale = not send_written and self.master.has_copy
         # Where the full buffer stays in memory, its values have changed under the graph.
