@@ -15,11 +15,14 @@ from steps import batch
 from torch import Tensor, nn
 
 import zshard
+from zshard.step.forward_log import ForwardLog
+from zshard.step.pending_reduction import PendingReduction
 from zshard.step.reduction import Reducer
 from zshard.transports.handle import Handle
 from zshard.unit import Unit
 from zshard.units.flat import Flat
 from zshard.units.full_buffer import FullBuffer
+from zshard.units.gradient import Gradients
 from zshard.units.param_site import ParamSite
 from zshard.units.pool import Pool
 
@@ -41,6 +44,13 @@ CHANGES = {
     "note an update": (Flat, "updated"),
     "end a write": (Flat, "slices_written"),
 }
+# What every rank does at the same point of a step.
+TURNS = {
+    "gather": (Unit, "gather"),
+    "pack": (Gradients, "pack"),
+    "reduce": (PendingReduction, "__init__"),
+    "begin a forward": (ForwardLog, "begin"),
+}
 RULES = {"zshard's": zshard.AdamW, "torch's": torch.optim.AdamW}
 
 
@@ -48,7 +58,7 @@ class Interrupts:
     """A method whose ``at``-th call raises instead."""
 
     def __init__(self, site: str, at: int) -> None:
-        self._owner, self._name = (SITES | CHANGES)[site]
+        self._owner, self._name = (SITES | CHANGES | TURNS)[site]
         self._at, self._calls = at, 0
 
     def __enter__(self) -> None:
@@ -132,7 +142,8 @@ def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) 
     for before in (0, 1):
         for at in itertools.count(1):
             torch.manual_seed(0)
-            model, plain = zshard.wrap(Blocks(), strategy=strategy), Blocks()
+            comm = "peer" if world_size > 1 else "auto"
+            model, plain = zshard.wrap(Blocks(), strategy=strategy, comm=comm), Blocks()
             optimizer = RULES[rule](model.parameters(), lr=1e-2)
             if before:
                 step(model, optimizer, batch(rank, 0))
@@ -163,6 +174,35 @@ def test_after_ctrl_c_the_model_computes_with_the_parameters_that_it_holds(
         assert afterwards(0, 1, strategy, rule, site) == []
     else:
         assert run_ranks(afterwards, size, strategy, rule, site, timeout=120) == [[], []]
+
+
+def alone(rank: int, world_size: int, strategy: str, site: str, at: int) -> str:
+    """Over the process group: rank 0 is interrupted, and goes on; rank 1 is not."""
+    model = zshard.wrap(Blocks(), strategy=strategy, comm="group")
+    optimizer = zshard.AdamW(model.parameters())
+    for number in range(2):
+        step(model, optimizer, batch(rank, number))
+    if rank == 0:
+        with pytest.raises(KeyboardInterrupt), Interrupts(site, at):
+            step(model, optimizer, batch(rank, 2))
+        zshard.reset(model)
+    with pytest.raises(zshard.CommError) as caught:
+        for number in range(2, 5):
+            step(model, optimizer, batch(rank, number))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("site", "at"), [("begin a forward", 1), *((s, n) for s in list(TURNS)[:3] for n in (1, 3))]
+)
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_a_rank_that_ctrl_c_took_out_of_a_turn_over_the_group_takes_part_in_nothing_more(
+    strategy: str, site: str, at: int
+) -> None:
+    """Else its next collective would be taken for another: gloo ends the process, or garbage."""
+    own, other = run_ranks(alone, 2, strategy, site, at)
+    assert "KeyboardInterrupt was raised in the" in own and "Start the processes anew" in own
+    assert "rank 1 of 2" in other
 
 
 def test_a_reset_inside_a_backward_is_refused_and_no_gradient_is_lost() -> None:

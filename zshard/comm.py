@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -277,9 +277,17 @@ class Comm:
             raise
         except BaseException as error:  # out of a signal's handler, say
             if not over.in_memory and over.neighbours is None and over.size > 1:
-                self.broken = True
-                self.left = f"{type(error).__name__} was raised in {op} in {tag}"
+                self.leave(error, f"{op} in {tag}")
             raise
+
+    def meanwhile(self, what: str, unit: str = "") -> _Meanwhile:
+        """A context in which Ctrl-C leaves a collective that the other ranks are in, or will be."""
+        return _Meanwhile(self, what, unit)
+
+    def leave(self, error: BaseException, where: str) -> None:
+        """Take part in no collective any more, as ``error`` has left one half done."""
+        self.broken = True
+        self.left = f"{type(error).__name__} was raised in {where}"
 
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
         if self.left:
@@ -295,3 +303,27 @@ class Comm:
         over.note(op, tag)
         if self.interpose is not None:
             self.interpose(op, tag)
+
+
+class _Meanwhile(NamedTuple):
+    """See ``Comm.meanwhile``.
+
+    Over the process group nobody can tell how far the rank has come, so it takes part in nothing
+    more. Exceptions but Ctrl-C are those of all ranks alike (memory), or are told to the others.
+    """
+
+    comm: Comm
+    what: str
+    unit: str
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if error is None or isinstance(error, Exception):
+            return
+        if any(not over.in_memory and over.neighbours is None for over in self.comm.axes):
+            of = f" of unit {self.unit!r}" if self.unit else ""
+            self.comm.leave(error, self.what + of)

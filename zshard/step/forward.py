@@ -80,7 +80,8 @@ class ForwardHooks:
             schedule.methods.enter_forward()
             self._agreement.begin(Intent.FORWARD, self._executor.gathered, "a forward")
         elif not inside_backward():
-            self._begin()
+            with schedule.comm.meanwhile("the beginning of a forward"):
+                self._begin()
         self._root.forward_io.enter((args, kwargs))
         schedule.obtain(self._root)
         self._executor.enter("forward", self._root)
