@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zshard
 from zshard.step.forward_log import ForwardLog
 from zshard.step.pending_reduction import PendingReduction
+from zshard.step.program import Programs
 from zshard.step.reduction import Reducer
 from zshard.transports.handle import Handle
 from zshard.unit import Unit
@@ -50,6 +51,7 @@ TURNS = {
     "pack": (Gradients, "pack"),
     "reduce": (PendingReduction, "__init__"),
     "begin a forward": (ForwardLog, "begin"),
+    "begin a pass": (Programs, "of"),
 }
 RULES = {"zshard's": zshard.AdamW, "torch's": torch.optim.AdamW}
 
@@ -193,7 +195,12 @@ def alone(rank: int, world_size: int, strategy: str, site: str, at: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("site", "at"), [("begin a forward", 1), *((s, n) for s in list(TURNS)[:3] for n in (1, 3))]
+    ("site", "at"),
+    [
+        *((site, at) for site in ("gather", "pack", "reduce") for at in (1, 3)),
+        ("begin a forward", 1),
+        ("begin a pass", 2),  # a backward
+    ],
 )
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 def test_a_rank_that_ctrl_c_took_out_of_a_turn_over_the_group_takes_part_in_nothing_more(

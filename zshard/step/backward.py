@@ -156,7 +156,8 @@ class Backward:
         if self._reduces:
             intent, label = Intent.BACKWARD, "a backward"
         try:
-            self._agreement.begin(intent, about, label, reduces=self._reduces)
+            with self._schedule.comm.meanwhile("the beginning of a backward"):
+                self._agreement.begin(intent, about, label, reduces=self._reduces)
         except MismatchError:  # the step is over
             self._executor.release_all()
             raise
