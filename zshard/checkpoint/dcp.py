@@ -61,7 +61,9 @@ def chunks_to_read(sharded: Sharded) -> list[ChunkStorageMetadata]:
     if sharded._local is None:
         flat.updated(send_written=True)
     else:
-        flat.slices_written({storage_of(sharded._local)})
+        written = {storage_of(sharded._local)}
+        flat.before_slices(written)
+        flat.slices_written(written)
     return [_chunk(box) for boxes in _parts(sharded) for box in boxes]
 
 
