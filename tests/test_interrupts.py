@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zshard
 from zshard.step.forward_log import ForwardLog
+from zshard.step.outcome import OutcomeSum
 from zshard.step.pending_reduction import PendingReduction
 from zshard.step.program import Programs
 from zshard.step.reduction import Reducer
@@ -41,7 +42,6 @@ CHANGES = {
     "attach": (FullBuffer, "attach"),
     "say what is valid": (Flat, "mark"),
     "refresh what is sent": (Flat, "refresh_send"),
-    "enter a state": (Unit, "_enter"),
     "note an update": (Flat, "updated"),
     "end a write": (Flat, "slices_written"),
 }
@@ -52,7 +52,14 @@ TURNS = {
     "reduce": (PendingReduction, "__init__"),
     "begin a forward": (ForwardLog, "begin"),
     "begin a pass": (Programs, "of"),
+    "end a backward": (OutcomeSum, "start"),
 }
+POINTS = [
+    *((site, at) for site in ("gather", "pack", "reduce") for at in (1, 3)),
+    ("begin a forward", 1),
+    ("begin a pass", 2),  # a backward
+    ("end a backward", 1),
+]
 RULES = {"zshard's": zshard.AdamW, "torch's": torch.optim.AdamW}
 
 
@@ -195,14 +202,12 @@ def alone(rank: int, world_size: int, strategy: str, site: str, at: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("site", "at"),
+    ("strategy", "site", "at"),
     [
-        *((site, at) for site in ("gather", "pack", "reduce") for at in (1, 3)),
-        ("begin a forward", 1),
-        ("begin a pass", 2),  # a backward
+        *((strategy, *point) for strategy in ("zero3", "zero2") for point in POINTS),
+        ("zero2", "begin a pass", 3),  # a gather of updated parameters
     ],
 )
-@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 def test_a_rank_that_ctrl_c_took_out_of_a_turn_over_the_group_takes_part_in_nothing_more(
     strategy: str, site: str, at: int
 ) -> None:

@@ -57,8 +57,8 @@ def chunks_to_read(sharded: Sharded) -> list[ChunkStorageMetadata]:
     """What this rank owns of ``sharded``, all of which is about to be written."""
     flat = sharded.flat
     require_real(flat.schedule.comm.axes, "torch.distributed.checkpoint.load")
-    flat.before_write()
     if sharded._local is None:
+        flat.before_write()
         flat.updated(send_written=True)
     else:
         written = {storage_of(sharded._local)}
