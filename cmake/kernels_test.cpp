@@ -119,6 +119,21 @@ void check_reduce(int round) {
                       where("reduce round", round, "numel", numel, "world_size", world_size));
 }
 
+void check_clip(int round) {
+    const Dtype dtype = one_in(2) ? Dtype::kFloat64 : Dtype::kFloat32;
+    Memory memory;
+    const Twin<void> factor = memory.numbers(1, dtype), norm = memory.numbers(1, dtype);
+    const Twin<void> squares = memory.numbers(1, Dtype::kFloat64);  // the root of some is a NaN
+    const auto make = [&](int side) {
+        return ClipArgs{.factor = factor[side],
+                        .norm = norm[side],
+                        .dtype = dtype,
+                        .squares = static_cast<const double*>(squares[side]),
+                        .max_norm = 0.3};
+    };
+    memory.check_same(cpu::clip_factor, cuda::clip_factor, make, where("clip_factor round", round));
+}
+
 Adamw::Hyper draw_hyper(Adamw) { return {1e-3, 0.9, 0.999, 1e-8, 0.1, one_in(2) ? 1.0 : 0.0}; }
 
 Sgd::Hyper draw_hyper(Sgd) {
@@ -286,6 +301,7 @@ int main() {
     for (int round = 0; round < 40; ++round) check_master(round);
     for (int round = 0; round < 80; ++round) check_cast(round);
     for (int round = 0; round < 150; ++round) check_reduce(round);
+    for (int round = 0; round < 40; ++round) check_clip(round);
     for (int round = 0; round < 8; ++round) {
         check_pack(round, true);
         check_pack(round, false);

@@ -277,6 +277,16 @@ struct Sgd {
     }
 };
 
+// ---- clipping ----
+
+// What multiplies gradients of this norm so that they have at most max_norm: the operations of
+// torch.nn.utils.clip_grads_with_norm_, rounded one by one. A NaN stays one.
+template <typename T>
+ZSHARD_HD T clip_factor(T norm, T max_norm) {
+    const T factor = T{1} / (norm + static_cast<T>(1e-6)) * max_norm;
+    return factor > T{1} ? T{1} : factor;
+}
+
 // ---- sums of squares ----
 
 // [Note: sum of squares] Squares are added in fp64, where they are exact, in an order fixed by

@@ -245,6 +245,30 @@ void reduce_peers_(const Tensor& acc, const Tensors& peers, double scale, bool a
     launch_reduce(check, acc, "peers", peers[0], rows, scale, accumulate, stats);
 }
 
+void clip_factor_(const Tensor& factor, const Tensor& norm, const Tensor& squares,
+                  double max_norm) {
+    const Checks check("clip_factor_", factor);
+    const bool wide = factor.scalar_type() == ScalarType::Double;
+    const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
+    for (const auto& [name, t, wanted] :
+         {std::tuple("factor", &factor, type), std::tuple("norm", &norm, type),
+          std::tuple("squares", &squares, ScalarType::Double)}) {
+        check.flat(name, *t);
+        check.type(name, *t, wanted);
+        check.numel(name, *t, 1);
+    }
+    refuse_shared(check, "norm", norm, "factor", factor);
+    refuse_shared(check, "squares", squares, "factor", factor);
+    refuse_shared(check, "squares", squares, "norm", norm);
+    launch<cpu::clip_factor, cuda::clip_factor>(
+        check, factor,
+        ClipArgs{.factor = factor.data_ptr(),
+                 .norm = norm.data_ptr(),
+                 .dtype = wide ? Dtype::kFloat64 : Dtype::kFloat32,
+                 .squares = static_cast<const double*>(squares.data_ptr()),
+                 .max_norm = max_norm});
+}
+
 void adamw_(const Tensors& masters, const Tensors& lows, const Tensors& exp_avgs,
             const Tensors& exp_avg_sqs, const Tensors& grads, const Tensors& sends,
             const Tensor& segments, const Tensor& hypers, const Tensor& steps,
@@ -302,6 +326,7 @@ STABLE_TORCH_LIBRARY(zshard, m) {
     m.def(
         "reduce_peers_(Tensor(a!) acc, Tensor[] peers, float scale=1.0, bool accumulate=False, "
         "Tensor(b!)? stats=None) -> ()");
+    m.def("clip_factor_(Tensor(a!) factor, Tensor(b!) norm, Tensor squares, float max_norm) -> ()");
     m.def(
         "adamw_(Tensor(a!)[] masters, Tensor(b!)[] lows, Tensor(c!)[] exp_avgs, Tensor(d!)[] "
         "exp_avg_sqs, Tensor[] grads, Tensor(e!)[] sends, Tensor segments, Tensor hypers, "
@@ -327,6 +352,7 @@ static void register_all(torch::stable::detail::StableLibrary& m) {
     m.impl("join_master_", TORCH_BOX(&join_master_));
     m.impl("reduce_", TORCH_BOX(&reduce_));
     m.impl("reduce_peers_", TORCH_BOX(&reduce_peers_));
+    m.impl("clip_factor_", TORCH_BOX(&clip_factor_));
     m.impl("adamw_", TORCH_BOX(&adamw_));
     m.impl("reduce_adamw_", TORCH_BOX(&reduce_adamw_));
     m.impl("sgd_", TORCH_BOX(&sgd_));

@@ -117,6 +117,22 @@ struct ReduceArgs {
     double* stats;  // null or (2,): sum of squares, 1 where a stored value is not finite
 };
 
+// clip_factor_: the norm and the factor, both of `dtype`, float32 or float64.
+struct ClipArgs {
+    void* factor;
+    void* norm;
+    Dtype dtype;
+    const double* squares;
+    double max_norm;
+
+    template <typename T>
+    ZSHARD_HD void run() const {
+        const T found = static_cast<T>(sqrt(*squares));
+        *static_cast<T*>(norm) = found;
+        *static_cast<T*>(factor) = clip_factor(found, static_cast<T>(max_norm));
+    }
+};
+
 // One shard's flat buffers, all of `numel` elements, for an optimizer's rule: [Note: optimizer
 // rules].
 template <typename Rule>
@@ -185,6 +201,7 @@ void cast(const CastArgs& args);
 void split_master(const MasterArgs& args);
 void join_master(const MasterArgs& args);
 void reduce(const ReduceArgs& args);
+void clip_factor(const ClipArgs& args);
 void adamw(const OptimArgs<Adamw>& args);
 void reduce_adamw(const ReduceAdamwArgs& args);
 void sgd(const OptimArgs<Sgd>& args);
@@ -198,6 +215,7 @@ void cast(const CastArgs& args);
 void split_master(const MasterArgs& args);
 void join_master(const MasterArgs& args);
 void reduce(const ReduceArgs& args);
+void clip_factor(const ClipArgs& args);
 void adamw(const OptimArgs<Adamw>& args);
 void reduce_adamw(const ReduceAdamwArgs& args);
 void sgd(const OptimArgs<Sgd>& args);

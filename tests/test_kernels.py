@@ -24,6 +24,7 @@ REGISTERS = 65536
 THREADS = {"plan_kernel": 1024, "stats_kernel": 1024}  # the others: 256
 BLOCKS = {
     "cast_kernel<": 5,
+    "clip_kernel<": 1,
     "join_kernel": 4,
     "move_kernel<": 5,
     "optim_kernel<": 5,  # AdamW 6, but for sm_120

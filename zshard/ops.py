@@ -26,6 +26,7 @@ from .optim_ops import adamw_, reduce_adamw_, sgd_
 __all__ = [
     "adamw_",
     "cast_",
+    "clip_factor_",
     "gather_cast_",
     "join_master_",
     "pack_",
@@ -202,6 +203,22 @@ def reduce_peers_(
             with acc, or dtypes or devices that do not match.
     """
     call(_ops.reduce_peers_.default, acc, peers, scale, accumulate, stats)
+
+
+def clip_factor_(factor: Tensor, norm: Tensor, squares: Tensor, max_norm: float) -> None:
+    """Take a norm from its square, and the factor that clips to max_norm, in one launch.
+
+    norm = cast(sqrt(squares)); factor = min(max_norm / (norm + 1e-6), 1), rounded as by
+    torch.nn.utils.clip_grads_with_norm_. A norm that is NaN gives a factor that is.
+
+    Args:
+        factor, norm: (1,) float32 both, or float64, in which the factor is computed then.
+        squares: (1,) float64.
+
+    Raises:
+        InputError: other shapes, dtypes or devices, or tensors that share memory.
+    """
+    call(_ops.clip_factor_.default, factor, norm, squares, max_norm)
 
 
 for _name in __all__:

@@ -134,6 +134,12 @@ def reduce_peers_(
     reduce_(acc, torch.stack(list(peers)), scale, accumulate, stats)
 
 
+def clip_factor_(factor: Tensor, norm: Tensor, squares: Tensor, max_norm: float) -> None:
+    """See zshard.ops.clip_factor_."""
+    norm.copy_(squares.sqrt())
+    factor.copy_(((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0))
+
+
 def power(base: float, exponent: int) -> float:
     """Return base**exponent by squaring: the same bits everywhere, which no libm promises."""
     result = 1.0

@@ -37,12 +37,22 @@ using cudaError_t = int;
 using cudaStream_t = void*;
 inline constexpr cudaError_t cudaSuccess = 0;
 
+struct cudaLaunchAttribute {
+    int id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+inline constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 6;
+
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
     cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
 };
 
-extern dim3 threadIdx, blockIdx, gridDim;
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 using std::isfinite, std::max, std::min;
 
 namespace zshard::device {
@@ -64,6 +74,11 @@ inline int __syncthreads_or(int value) { return zshard::device::barrier(value); 
 
 inline cudaError_t cudaGetDevice(int* device) {
     *device = 0;
+    return cudaSuccess;
+}
+inline constexpr int cudaDevAttrComputeCapabilityMajor = 75;
+inline cudaError_t cudaDeviceGetAttribute(int* value, int /*attribute*/, int /*device*/) {
+    *value = 9;
     return cudaSuccess;
 }
 inline const char* cudaGetErrorString(cudaError_t) { return "a thread trapped"; }

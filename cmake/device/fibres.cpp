@@ -12,7 +12,7 @@
 
 #include "check.h"
 
-dim3 threadIdx, blockIdx, gridDim;
+dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace zshard::device {
 
@@ -82,6 +82,7 @@ int barrier(int value) {
 
 cudaError_t run(dim3 grid, dim3 block, const std::function<void()>& body) {
     gridDim = grid;
+    blockDim = block;
     thread_body = &body;
     trapped = false;
     if (fibres.size() < block.x) fibres.resize(block.x);

@@ -7,8 +7,9 @@ namespace {
 
 template <typename To, typename From>
 __global__ void __launch_bounds__(kThreads) cast_kernel(const __grid_constant__ CastArgs args) {
+    constexpr int64_t kTile = kRunTile<To, From>;
     const auto count = static_cast<uint32_t>(args.src.count);
-    for (int64_t tile = blockIdx.x; tile < tiles_of(args.numel) * count; tile += gridDim.x) {
+    for (int64_t tile = blockIdx.x; tile < tiles_of(args.numel, kTile) * count; tile += gridDim.x) {
         // Neighbours read from different ranks, so that the links to all of them are busy. Tiles
         // are numbered in 32 bits, which divide faster and are enough for any memory.
         const uint32_t rank = static_cast<uint32_t>(tile) % count;
@@ -22,20 +23,21 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(const __grid_constant__ 
 
 template <typename To, typename From>
 void cast_typed(const CastArgs& args) {
-    launch("cast_", cast_kernel<To, From>, grid_for(tiles_of(args.numel) * args.src.count),
-           kThreads, args);
+    const int64_t tiles = tiles_of(args.numel, kRunTile<To, From>) * args.src.count;
+    launch("cast_", cast_kernel<To, From>, grid_for(tiles), kThreads, args);
 }
 
 constexpr int kMasterWidth = 8;  // the 16-bit planes move in 16 bytes, fp32 in twice as many
 constexpr int kMasterUnroll = 2;
+constexpr int64_t kMasterTile = int64_t{kMasterUnroll} * kMasterWidth * kThreads;
 
 // Calls one(i) and many(base, at, count, aligned) for the elements of a grid's tiles: `count`
 // vectors that begin at base + at[u]. There the full values are aligned, and the planes if so said.
 template <typename One, typename Many>
 __device__ void for_master(const MasterArgs& args, One one, Many many) {
-    for (int64_t i = blockIdx.x * kTile; i < args.numel; i += gridDim.x * kTile) {
+    for (int64_t i = blockIdx.x * kMasterTile; i < args.numel; i += gridDim.x * kMasterTile) {
         const Split split = split_run(reinterpret_cast<uint64_t>(args.full + i), sizeof(float),
-                                      kMasterWidth, min(kTile, args.numel - i));
+                                      kMasterWidth, min(kMasterTile, args.numel - i));
         const int64_t first = i + split.head;
         const bool aligned =
             is_aligned<kMasterWidth>(args.hi + first) && is_aligned<kMasterWidth>(args.lo + first);
@@ -105,12 +107,14 @@ void cast(const CastArgs& args) {
 
 void split_master(const MasterArgs& args) {
     if (args.numel == 0) return;
-    launch("split_master_", split_kernel, grid_for(tiles_of(args.numel)), kThreads, args);
+    launch("split_master_", split_kernel, grid_for(tiles_of(args.numel, kMasterTile)), kThreads,
+           args);
 }
 
 void join_master(const MasterArgs& args) {
     if (args.numel == 0) return;
-    launch("join_master_", join_kernel, grid_for(tiles_of(args.numel)), kThreads, args);
+    launch("join_master_", join_kernel, grid_for(tiles_of(args.numel, kMasterTile)), kThreads,
+           args);
 }
 
 }  // namespace zshard::cuda

@@ -29,4 +29,12 @@ cudaStream_t current_stream() {
     return static_cast<cudaStream_t>(stream);
 }
 
+bool has_followers() {
+    int device = 0, major = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+          "cudaDeviceGetAttribute");
+    return major >= 9;
+}
+
 }  // namespace zshard::cuda

@@ -23,17 +23,18 @@ struct Plan {
     typename Rule::Factors* factors;  // (num_segments,)
 };
 
-// The prologue, one block: counts the steps, computes the factors in double once per segment
-// instead of once per element, and numbers the tiles. A skipped step has no tiles.
+// The prologue, one block of whole warps: counts the steps, computes the factors in double once per
+// segment instead of once per element, and numbers the tiles. A skipped step has no tiles.
 // `extent`: the elements of the only shard, in which the segments have to ascend; or -1.
 template <typename Rule>
 __global__ void __launch_bounds__(kPlanThreads)
     plan_kernel(const __grid_constant__ OptimRows<Rule> rows, int64_t num_shards, int64_t extent,
                 Plan<Rule> plan) {
     __shared__ int64_t sums[kPlanThreads];
+    let_follow();
     const bool skip = rows.skip != nullptr && *rows.skip != 0.0f;
     int64_t before = 0;
-    for (int64_t base = 0; base < rows.num_segments; base += kPlanThreads) {
+    for (int64_t base = 0; base < rows.num_segments; base += blockDim.x) {
         const int64_t g = base + threadIdx.x;
         int64_t tiles = 0;
         if (extent >= 0 && g < rows.num_segments &&
@@ -52,15 +53,14 @@ __global__ void __launch_bounds__(kPlanThreads)
         // Inclusive sums of the threads' tiles, by doubling distances.
         sums[threadIdx.x] = tiles;
         __syncthreads();
-        for (int distance = 1; distance < kPlanThreads; distance *= 2) {
-            const int from = static_cast<int>(threadIdx.x) - distance;
-            const int64_t other = from >= 0 ? sums[from] : 0;
+        for (unsigned distance = 1; distance < blockDim.x; distance *= 2) {
+            const int64_t other = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
             __syncthreads();
             sums[threadIdx.x] += other;
             __syncthreads();
         }
         if (g < rows.num_segments) plan.first_tile[g] = before + sums[threadIdx.x] - tiles;
-        before += sums[kPlanThreads - 1];
+        before += sums[blockDim.x - 1];
         __syncthreads();
     }
     if (threadIdx.x == 0) plan.first_tile[rows.num_segments] = before;
@@ -79,7 +79,9 @@ Plan<Rule> make_plan(const char* op, const OptimRows<Rule>& rows, int64_t num_sh
     const Plan<Rule> plan{
         .first_tile = first_tile,
         .factors = reinterpret_cast<typename Rule::Factors*>(first_tile + rows.num_segments + 1)};
-    launch(op, plan_kernel<Rule>, 1, kPlanThreads, rows, num_shards, extent, plan);
+    const int64_t threads = std::min<int64_t>(kPlanThreads, (rows.num_segments + 31) / 32 * 32);
+    launch(op, plan_kernel<Rule>, 1, static_cast<unsigned>(threads), rows, num_shards, extent,
+           plan);
     return plan;
 }
 
@@ -187,6 +189,7 @@ template <typename Rule, bool kSplit, typename Grad, typename Send, int kCapacit
 __global__ void __launch_bounds__(kThreads)
     optim_kernel(const __grid_constant__ OptimRows<Rule> rows, Plan<Rule> plan,
                  const __grid_constant__ Shards<Rule, kCapacity> shards) {
+    await_predecessor();
     const float scale = rows.grad_scale != nullptr ? *rows.grad_scale : 1.0f;
     const int64_t tiles = plan.first_tile[rows.num_segments];
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -218,8 +221,8 @@ void launch_shards(const char* op, const OptimArgs<Rule>& args, const Plan<Rule>
     Shards<Rule, kCapacity> shards{};
     shards.first = static_cast<int64_t>(first);
     std::copy_n(args.shards.begin() + shards.first, count, shards.items);
-    launch(op, optim_kernel<Rule, kSplit, Grad, Send, kCapacity>, grid_for(tiles), kThreads,
-           args.rows, plan, shards);
+    launch<Order::kFollowing>(op, optim_kernel<Rule, kSplit, Grad, Send, kCapacity>,
+                              grid_for(tiles), kThreads, args.rows, plan, shards);
 }
 
 template <typename Rule>

@@ -23,6 +23,7 @@ struct Item {
 template <int kCapacity>
 struct Table {
     int count;
+    int64_t tile;  // elements of one
     int64_t tiles;
     Item items[kCapacity];
 };
@@ -35,8 +36,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
         const Item& item = table.items[last_not_after(
             table.count, tile, [&](int i) { return table.items[i].first_tile; })];
-        const int64_t begin = (tile - item.first_tile) * kTile;
-        const int64_t numel = min(kTile, item.numel - begin);
+        const int64_t begin = (tile - item.first_tile) * table.tile;
+        const int64_t numel = min(table.tile, item.numel - begin);
         Flat* at = flat + item.offset + begin;
         auto* value = static_cast<Value*>(item.data) + begin;
         if constexpr (!kPack) {
@@ -86,11 +87,17 @@ void launch_table(const PackArgs& args, const std::vector<Item>& items, size_t f
                   size_t count) {
     Table<kCapacity> table;
     table.count = static_cast<int>(count);
+    int64_t numel = 0;
+    for (size_t i = 0; i < count; ++i) numel += items[first + i].numel;
+    // Many small pieces: to find a tile's takes a block as long as to move it, so that each had
+    // better be one tile than a full one and a rest.
+    table.tile = kRunTile<Flat, Value>;
+    if (numel < 2 * table.tile * table.count) table.tile *= 2;
     table.tiles = 0;
     for (size_t i = 0; i < count; ++i) {
         table.items[i] = items[first + i];
         table.items[i].first_tile = table.tiles;
-        table.tiles += tiles_of(table.items[i].numel);
+        table.tiles += tiles_of(table.items[i].numel, table.tile);
     }
     launch(kOp<kPack>, move_kernel<kPack, Flat, Value, kCapacity>, grid_for(table.tiles), kThreads,
            static_cast<Flat*>(args.flat), args.scale, table);

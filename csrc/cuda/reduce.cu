@@ -29,6 +29,7 @@ constexpr int kReduceBlocks = sizeof(Acc) == 8 ? 2 : 3;
 template <typename Acc, typename Chunk>
 __global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
     reduce_kernel(const __grid_constant__ ReduceArgs args, bool aligned, Partial* partials) {
+    let_follow();
     auto* acc = static_cast<Acc*>(args.acc);
     for (int64_t block = blockIdx.x; block * kSquareBlock < args.numel; block += gridDim.x) {
         const int64_t begin = block * kSquareBlock;
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
 __global__ void __launch_bounds__(kSquareLanes)
     stats_kernel(const Partial* partials, int64_t count, double* stats) {
     __shared__ double lanes[kSquareLanes];
+    await_predecessor();
     double sum = 0.0;
     bool bad = false;
 #pragma unroll 4
@@ -86,7 +88,7 @@ void reduce_typed(const ReduceArgs& args) {
 }  // namespace
 
 void finish_stats(const char* op, const Partial* partials, int64_t blocks, double* stats) {
-    launch(op, stats_kernel, 1, kSquareLanes, partials, blocks, stats);
+    launch<Order::kFollowing>(op, stats_kernel, 1, kSquareLanes, partials, blocks, stats);
 }
 
 void reduce(const ReduceArgs& args) {

@@ -53,6 +53,8 @@ __global__ void __launch_bounds__(kThreads, kReduceAdamwBlocks)
     reduce_adamw_kernel(const __grid_constant__ Operands args, Plan<Rule> plan, bool aligned,
                         Partial* partials) {
     __shared__ Vector<float, kSquareGroup> gradient[kSquareBlock / kSquareGroup];
+    await_predecessor();
+    let_follow();
     const int64_t numel = args.shard.numel;
     for (int64_t block = blockIdx.x; block * kSquareBlock < numel; block += gridDim.x) {
         const int64_t begin = block * kSquareBlock;
@@ -96,8 +98,9 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
             bool aligned = true;
             for (int64_t rank = 0; rank < args.peers.count; ++rank)
                 aligned &= is_aligned<kSquareGroup>(args.peers.row<Peer>(rank));
-            launch(kOp, reduce_adamw_kernel<decltype(split)::value, Peer, Send>, grid_for(blocks),
-                   kThreads, operands, plan, aligned, partials);
+            launch<Order::kFollowing>(kOp, reduce_adamw_kernel<decltype(split)::value, Peer, Send>,
+                                      grid_for(blocks), kThreads, operands, plan, aligned,
+                                      partials);
         });
     if (args.stats != nullptr) finish_stats(kOp, partials, blocks, args.stats);
 }

@@ -48,12 +48,20 @@ __device__ __forceinline__ void store(T* p, const Vector<T, kCount>& v, bool ali
     for (int k = 0; k < kCount; ++k) p[k] = v.values[k];
 }
 
+// What a thread of transform_run has in flight at once: vectors, and the elements of each.
+inline constexpr int kRunUnroll = 4;
+template <typename To, typename From>
+inline constexpr int kRunWidth = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
+
+// Elements for which each thread of a block waits once.
+template <typename To, typename From>
+inline constexpr int64_t kRunTile = int64_t{kRunUnroll} * kRunWidth<To, From> * kThreads;
+
 // out[0..numel) = convert(src[0..numel)) by the threads of a block. The stores decide the
 // alignment; where the loads do not share it, they are single but still coalesced.
 template <typename To, typename From, typename Convert>
 __device__ void transform_run(To* out, const From* src, int64_t numel, Convert convert_one) {
-    constexpr int kUnroll = 4;
-    constexpr int kWidth = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
+    constexpr int kUnroll = kRunUnroll, kWidth = kRunWidth<To, From>;
     const Split split = split_run(reinterpret_cast<uint64_t>(out), sizeof(To), kWidth, numel);
     // Two loops, not one with a branch: that becomes predicates, and some loads are then waited for
     // before the others are asked for.

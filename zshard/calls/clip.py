@@ -65,7 +65,13 @@ def clip_grad_norm_(
     reducer = schedule.reducer
     everything = reducer.covers(params)
     known = reducer.sum_of_squares if everything and norm_type == 2.0 else None
-    norm = (_norm(schedule, params, norm_type) if known is None else known.sqrt()).to(dtype)
+    if known is None or isinstance(max_norm, torch.Tensor):
+        norm = (_norm(schedule, params, norm_type) if known is None else known.sqrt()).to(dtype)
+        factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    else:
+        norm, factor = (torch.empty(1, dtype=dtype, device=known.device) for _ in range(2))
+        ops.clip_factor_(factor, norm, known.view(1), max_norm)
+        norm.squeeze_()
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise StateError(
             f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "
@@ -75,7 +81,6 @@ def clip_grad_norm_(
         given = (shown, norm_type, "all" if everything else _which(params))
         what = "max_norm, norm_type and the parameters clipped"
         schedule.updates.note(what, given, of_gradients=True)
-    factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     if everything:
         reducer.scale_by(factor)
     else:

@@ -51,7 +51,8 @@ class Reducer:
         self._present: dict[Flat, list[bool]] = {}
         self._ending = Ending.WELL  # of the last backward
         self._outcome: OutcomeSum | None = None  # until ``read_outcome`` has taken it in
-        self._sum_of_squares: torch.Tensor | None = None  # 0-d float64, of all gradients
+        # The sum of squares of all gradients, 0-d float64, and the factors since then.
+        self._measured: list[torch.Tensor] | None = None
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
         self.unscales = False  # whether grad_scale takes a loss scale away
@@ -119,10 +120,10 @@ class Reducer:
             return
         self._outcome.wait()
         found, self._outcome = self._outcome.outcome(), None
-        self._sum_of_squares, self._non_finite = found.sum_of_squares, found.non_finite
+        self._measured, self._non_finite = [found.sum_of_squares], found.non_finite
         left_out = set(self.all_flats) - set(self.trained_flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
-            self._sum_of_squares = None  # what came out is not of all gradients
+            self._measured = None  # what came out is not of all gradients
         present = iter(found.present)
         for flat in self.trained_flats:
             flat.grads.arrived = [next(present) for _ in flat.names]
@@ -154,7 +155,7 @@ class Reducer:
         """Forget every gradient, and what was known of them."""
         for flat in self.all_flats:
             flat.grads.drop()
-        self._sum_of_squares = None
+        self._measured = None
 
     def _drop(self, found: Outcome) -> None:
         self.drop()
@@ -225,13 +226,19 @@ class Reducer:
     def sum_of_squares(self) -> torch.Tensor | None:
         """0-d float64, of all gradients on all ranks; None if they were changed since."""
         self.read_outcome()
-        return self._sum_of_squares
+        if self._measured is None:
+            return None
+        found, *factors = self._measured
+        for factor in factors:
+            found = found * factor.double() ** 2
+        self._measured = [found]
+        return found.view(())
 
     @property
     def non_finite(self) -> torch.Tensor | None:
         """0-d float64, not 0 if any gradient is not finite; None if they were changed since."""
         self.read_outcome()
-        return None if self._sum_of_squares is None else self._non_finite
+        return None if self._measured is None else self._non_finite
 
     def covers(self, params: Iterable[Sharded]) -> bool:
         """Whether ``params`` include every parameter that has a gradient."""
@@ -265,10 +272,10 @@ class Reducer:
             factor: 0-d fp32, or fp64 where any parameter is.
             unscales: this is the inverse of a loss scale; see ``Gradients.before_access``.
         """
-        if self._sum_of_squares is not None:
-            # Here, not where the factor is applied: one rank may look at a gradient while the
-            # others do not, and all have to agree on the bits of the next clip factor.
-            self._sum_of_squares = self._sum_of_squares * factor.double() ** 2
+        if self._measured is not None:
+            # Whether it is applied by then or not: one rank may look at a gradient while the others
+            # do not, and all have to agree on the bits of the next clip factor.
+            self._measured.append(factor)
         factor = factor.view(1)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
         self.unscales = self.unscales or unscales
@@ -276,7 +283,7 @@ class Reducer:
     def forget_norm(self) -> None:
         """Note that gradients may have changed since the reduction."""
         self.read_outcome()
-        self._sum_of_squares = None
+        self._measured = None
 
 
 def scratch_sizes(flats: Sequence[Flat], comm: Comm) -> dict[Scratch, int]:
