@@ -116,9 +116,8 @@ class _State:
     def factor(self) -> tuple[Tensor, Tensor]:
         """What multiplies the gradients (unscale and clip), and the non-finite flag, (1,) fp32."""
         stats = self.stats.sum(0)
-        squares = stats[:1] * self.inverse_scale.double() ** 2
         norm, clip = (torch.empty_like(self.inverse_scale) for _ in range(2))
-        ops.clip_factor_(clip, norm, squares, self.max_norm)
+        ops.clip_factor_(clip, norm, stats[:1], self.max_norm, self.inverse_scale)
         return clip * self.inverse_scale, stats[1:].float()
 
     def zshard_phase(self) -> None:

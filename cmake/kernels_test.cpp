@@ -123,10 +123,13 @@ void check_clip(int round) {
     const Dtype dtype = one_in(2) ? Dtype::kFloat64 : Dtype::kFloat32;
     Memory memory;
     const Twin<void> factor = memory.numbers(1, dtype), norm = memory.numbers(1, dtype);
+    const Twin<void> scale = memory.numbers(1, dtype);
+    const bool scaled = one_in(2);
     const Twin<void> squares = memory.numbers(1, Dtype::kFloat64);  // the root of some is a NaN
     const auto make = [&](int side) {
         return ClipArgs{.factor = factor[side],
                         .norm = norm[side],
+                        .scale = scaled ? scale[side] : nullptr,
                         .dtype = dtype,
                         .squares = static_cast<const double*>(squares[side]),
                         .max_norm = 0.3};

@@ -245,8 +245,8 @@ void reduce_peers_(const Tensor& acc, const Tensors& peers, double scale, bool a
     launch_reduce(check, acc, "peers", peers[0], rows, scale, accumulate, stats);
 }
 
-void clip_factor_(const Tensor& factor, const Tensor& norm, const Tensor& squares,
-                  double max_norm) {
+void clip_factor_(const Tensor& factor, const Tensor& norm, const Tensor& squares, double max_norm,
+                  const MaybeTensor& scale) {
     const Checks check("clip_factor_", factor);
     const bool wide = factor.scalar_type() == ScalarType::Double;
     const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
@@ -257,13 +257,17 @@ void clip_factor_(const Tensor& factor, const Tensor& norm, const Tensor& square
         check.type(name, *t, wanted);
         check.numel(name, *t, 1);
     }
+    const void* by = check.optional_flat<void>("scale", scale, type, 1);
+    for (const auto& [name, t] : {std::tuple("factor", &factor), std::tuple("norm", &norm)}) {
+        refuse_shared(check, "squares", squares, name, *t);
+        if (scale) refuse_shared(check, "scale", *scale, name, *t);
+    }
     refuse_shared(check, "norm", norm, "factor", factor);
-    refuse_shared(check, "squares", squares, "factor", factor);
-    refuse_shared(check, "squares", squares, "norm", norm);
     launch<cpu::clip_factor, cuda::clip_factor>(
         check, factor,
         ClipArgs{.factor = factor.data_ptr(),
                  .norm = norm.data_ptr(),
+                 .scale = by,
                  .dtype = wide ? Dtype::kFloat64 : Dtype::kFloat32,
                  .squares = static_cast<const double*>(squares.data_ptr()),
                  .max_norm = max_norm});
@@ -326,7 +330,9 @@ STABLE_TORCH_LIBRARY(zshard, m) {
     m.def(
         "reduce_peers_(Tensor(a!) acc, Tensor[] peers, float scale=1.0, bool accumulate=False, "
         "Tensor(b!)? stats=None) -> ()");
-    m.def("clip_factor_(Tensor(a!) factor, Tensor(b!) norm, Tensor squares, float max_norm) -> ()");
+    m.def(
+        "clip_factor_(Tensor(a!) factor, Tensor(b!) norm, Tensor squares, float max_norm, "
+        "Tensor? scale=None) -> ()");
     m.def(
         "adamw_(Tensor(a!)[] masters, Tensor(b!)[] lows, Tensor(c!)[] exp_avgs, Tensor(d!)[] "
         "exp_avg_sqs, Tensor[] grads, Tensor(e!)[] sends, Tensor segments, Tensor hypers, "

@@ -117,17 +117,19 @@ struct ReduceArgs {
     double* stats;  // null or (2,): sum of squares, 1 where a stored value is not finite
 };
 
-// clip_factor_: the norm and the factor, both of `dtype`, float32 or float64.
+// clip_factor_: factor, norm and scale are of `dtype`, float32 or float64.
 struct ClipArgs {
     void* factor;
     void* norm;
+    const void* scale;  // null: 1
     Dtype dtype;
     const double* squares;
     double max_norm;
 
     template <typename T>
     ZSHARD_HD void run() const {
-        const T found = static_cast<T>(sqrt(*squares));
+        const double by = scale == nullptr ? 1.0 : double{*static_cast<const T*>(scale)};
+        const T found = static_cast<T>(sqrt(*squares * (by * by)));
         *static_cast<T*>(norm) = found;
         *static_cast<T*>(factor) = clip_factor(found, static_cast<T>(max_norm));
     }

@@ -25,8 +25,9 @@ def test_norm_and_factor_have_the_references_bits(
     device: str, dtype: torch.dtype, max_norm: float
 ) -> None:
     for value in SQUARES:
-        outputs = one(-1.0, dtype), one(-1.0, dtype)
-        check("clip_factor_", device, *outputs, one(value, torch.float64), max_norm)
+        for scale in (None, one(2.0**-16, dtype), one(-0.3, dtype), one(math.nan, dtype)):
+            outputs = one(-1.0, dtype), one(-1.0, dtype)
+            check("clip_factor_", device, *outputs, one(value, torch.float64), max_norm, scale)
 
 
 @devices
@@ -56,5 +57,7 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
         ((one(1.0), one(1.0), squares.to("meta")), ["cpu", "meta"]),
     ):
         refuses("clip_factor_", *arguments, 1.0, match=match)
-    shared = one(1.0)
-    refuses("clip_factor_", shared, shared, squares, 1.0, match=["norm and factor share memory"])
+    a, b = one(1.0), one(1.0)
+    refuses("clip_factor_", a, a, squares, 1.0, match=["norm and factor share memory"])
+    refuses("clip_factor_", a, b, squares, 1.0, b, match=["scale and norm share memory"])
+    refuses("clip_factor_", a, b, squares, 1.0, squares, match=["scale", "float32"])

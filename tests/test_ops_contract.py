@@ -57,7 +57,7 @@ def samples(device: str, n: int = 5003) -> dict[str, tuple[object, ...]]:
         "join_master_": (rand(n), rand(n, dtype=half), low),
         "reduce_": (rand(n), rand(3, n, dtype=half), 0.3, True, stats),
         "reduce_peers_": (rand(n), [rand(n, dtype=half) for _ in range(3)], 0.3, True, stats),
-        "clip_factor_": (rand(1), rand(1), rand(1).double().square(), 0.3),
+        "clip_factor_": (rand(1), rand(1), rand(1).double().square(), 0.3, scale),
         "reduce_adamw_": reduce_adamw(),
         "adamw_": optim(2, [1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0], [1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0]),
         "sgd_": optim(1, [1e-2, 0.9, 0.2, 0.1, 1.0, 0.0], [1e-2, 0.9, 0.0, 0.0, 0.0, 1.0]),

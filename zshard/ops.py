@@ -205,20 +205,23 @@ def reduce_peers_(
     call(_ops.reduce_peers_.default, acc, peers, scale, accumulate, stats)
 
 
-def clip_factor_(factor: Tensor, norm: Tensor, squares: Tensor, max_norm: float) -> None:
+def clip_factor_(
+    factor: Tensor, norm: Tensor, squares: Tensor, max_norm: float, scale: Tensor | None = None
+) -> None:
     """Take a norm from its square, and the factor that clips to max_norm, in one launch.
 
-    norm = cast(sqrt(squares)); factor = min(max_norm / (norm + 1e-6), 1), rounded as by
-    torch.nn.utils.clip_grads_with_norm_. A norm that is NaN gives a factor that is.
+    norm = cast(sqrt(squares * scale^2)), in float64; factor = min(max_norm / (norm + 1e-6), 1),
+    rounded as by torch.nn.utils.clip_grads_with_norm_. A norm that is NaN gives a factor that is.
 
     Args:
         factor, norm: (1,) float32 both, or float64, in which the factor is computed then.
-        squares: (1,) float64.
+        squares: (1,) float64, the sum of the gradients' squares.
+        scale: (1,) of factor's dtype, by which the gradients are still to be multiplied.
 
     Raises:
         InputError: other shapes, dtypes or devices, or tensors that share memory.
     """
-    call(_ops.clip_factor_.default, factor, norm, squares, max_norm)
+    call(_ops.clip_factor_.default, factor, norm, squares, max_norm, scale)
 
 
 for _name in __all__:

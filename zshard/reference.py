@@ -134,9 +134,12 @@ def reduce_peers_(
     reduce_(acc, torch.stack(list(peers)), scale, accumulate, stats)
 
 
-def clip_factor_(factor: Tensor, norm: Tensor, squares: Tensor, max_norm: float) -> None:
+def clip_factor_(
+    factor: Tensor, norm: Tensor, squares: Tensor, max_norm: float, scale: Tensor | None = None
+) -> None:
     """See zshard.ops.clip_factor_."""
-    norm.copy_(squares.sqrt())
+    by = 1.0 if scale is None else scale.double()
+    norm.copy_((squares * (by * by)).sqrt())
     factor.copy_(((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0))
 
 

@@ -64,14 +64,17 @@ def clip_grad_norm_(
     schedule.backward.require_gradients()
     reducer = schedule.reducer
     everything = reducer.covers(params)
-    known = reducer.sum_of_squares if everything and norm_type == 2.0 else None
-    if known is None or isinstance(max_norm, torch.Tensor):
-        norm = (_norm(schedule, params, norm_type) if known is None else known.sqrt()).to(dtype)
-        factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    known = reducer.squares() if everything and norm_type == 2.0 else None
+    if known is None:
+        norm = _norm(schedule, params, norm_type).to(dtype)
     else:
-        norm, factor = (torch.empty(1, dtype=dtype, device=known.device) for _ in range(2))
-        ops.clip_factor_(factor, norm, known.view(1), max_norm)
+        squares, scale = known
+        norm, factor = (torch.empty(1, dtype=dtype, device=squares.device) for _ in range(2))
+        limit = math.inf if shown is None else shown
+        ops.clip_factor_(factor, norm, squares, limit, None if scale is None else scale.to(dtype))
         norm.squeeze_()
+    if known is None or shown is None:
+        factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise StateError(
             f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "

@@ -51,7 +51,7 @@ class Reducer:
         self._present: dict[Flat, list[bool]] = {}
         self._ending = Ending.WELL  # of the last backward
         self._outcome: OutcomeSum | None = None  # until ``read_outcome`` has taken it in
-        # The sum of squares of all gradients, 0-d float64, and the factors since then.
+        # The sum of squares of all gradients, (1,) float64, and the factors since then.
         self._measured: list[torch.Tensor] | None = None
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
@@ -120,7 +120,7 @@ class Reducer:
             return
         self._outcome.wait()
         found, self._outcome = self._outcome.outcome(), None
-        self._measured, self._non_finite = [found.sum_of_squares], found.non_finite
+        self._measured, self._non_finite = [found.sum_of_squares.view(1)], found.non_finite
         left_out = set(self.all_flats) - set(self.trained_flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
             self._measured = None  # what came out is not of all gradients
@@ -222,17 +222,19 @@ class Reducer:
 
     # --- what is known of the gradients ----------------------------------------------------------
 
-    @property
-    def sum_of_squares(self) -> torch.Tensor | None:
-        """0-d float64, of all gradients on all ranks; None if they were changed since."""
+    def squares(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The sum of squares of all gradients on all ranks, and a factor; None if they changed.
+
+        Returns:
+            (1,) float64; and what the gradients were multiplied by since, if anything, (1,).
+        """
         self.read_outcome()
         if self._measured is None:
             return None
-        found, *factors = self._measured
-        for factor in factors:
-            found = found * factor.double() ** 2
-        self._measured = [found]
-        return found.view(())
+        while len(self._measured) > 2:
+            found, factor, *later = self._measured
+            self._measured = [found * factor.double() ** 2, *later]
+        return self._measured[0], self._measured[1] if len(self._measured) > 1 else None
 
     @property
     def non_finite(self) -> torch.Tensor | None:
@@ -272,11 +274,11 @@ class Reducer:
             factor: 0-d fp32, or fp64 where any parameter is.
             unscales: this is the inverse of a loss scale; see ``Gradients.before_access``.
         """
+        factor = factor.view(1)
         if self._measured is not None:
             # Whether it is applied by then or not: one rank may look at a gradient while the others
             # do not, and all have to agree on the bits of the next clip factor.
             self._measured.append(factor)
-        factor = factor.view(1)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
         self.unscales = self.unscales or unscales
 
