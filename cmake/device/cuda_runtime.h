@@ -60,6 +60,9 @@ namespace zshard::device {
 // Waits for the block's other threads; returns whether any of them brought a value that is not 0.
 int barrier(int value);
 
+// Waits for the other threads of the warp, and returns what the one `delta` behind has brought.
+double shuffle_down(double value, unsigned delta);
+
 // Runs body once for each thread of each block. An error where a thread traps; the test fails where
 // threads do not all reach a barrier.
 cudaError_t run(dim3 grid, dim3 block, const std::function<void()>& body);
@@ -70,6 +73,9 @@ struct Trap {};
 
 inline void __syncthreads() { zshard::device::barrier(0); }
 inline int __syncthreads_or(int value) { return zshard::device::barrier(value); }
+inline double __shfl_down_sync(unsigned /*mask: of all*/, double value, unsigned delta) {
+    return zshard::device::shuffle_down(value, delta);
+}
 [[noreturn]] inline void __trap() { throw zshard::device::Trap{}; }
 
 inline cudaError_t cudaGetDevice(int* device) {

@@ -25,8 +25,11 @@ struct Fibre {
     ucontext_t place;
     std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
     bool done;
-    int value;  // brought to the barrier at which it waits
+    int value;       // brought to the barrier at which it waits
+    bool at_warp;    // waits for the others of its warp alone
+    double brought;  // to them
 };
+constexpr unsigned kWarp = 32;
 
 std::vector<Fibre> fibres;  // of a block, by threadIdx.x
 ucontext_t scheduler;
@@ -45,6 +48,11 @@ void leave() {
     __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 }
 
+void wait_for_warp() {
+    fibres[threadIdx.x].at_warp = true;
+    leave();
+}
+
 void enter() {
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_bytes);
     try {
@@ -57,7 +65,7 @@ void enter() {
 }
 
 void start(Fibre& fibre) {
-    fibre.done = false;
+    fibre.done = fibre.at_warp = false;
     getcontext(&fibre.place);
     fibre.place.uc_stack.ss_sp = fibre.stack.get();
     fibre.place.uc_stack.ss_size = kStackBytes;
@@ -66,10 +74,29 @@ void start(Fibre& fibre) {
 
 void resume(unsigned thread) {
     threadIdx.x = thread;
+    fibres[thread].at_warp = false;
     void* fake = nullptr;
     __sanitizer_start_switch_fiber(&fake, fibres[thread].stack.get(), kStackBytes);
     swapcontext(&scheduler, &fibres[thread].place);
     __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+}
+
+// Lets threads that wait for their warp go on, warp by warp, until none does.
+void resume_warps(const std::vector<unsigned>& order) {
+    while (!trapped) {
+        std::vector<unsigned> waiting;
+        std::vector<unsigned> of_warp(order.size() / kWarp + 1);
+        for (const unsigned thread : order)
+            if (fibres[thread].at_warp) {
+                waiting.push_back(thread);
+                ++of_warp[thread / kWarp];
+            }
+        if (waiting.empty()) return;
+        for (const unsigned thread : waiting)
+            test::check(of_warp[thread / kWarp] == kWarp, "a whole warp exchanges values",
+                        test::where("thread", thread, "of them", of_warp[thread / kWarp]));
+        for (const unsigned thread : waiting) resume(thread);
+    }
 }
 
 }  // namespace
@@ -78,6 +105,16 @@ int barrier(int value) {
     fibres[threadIdx.x].value = value;
     leave();
     return barrier_value;
+}
+
+double shuffle_down(double value, unsigned delta) {
+    const unsigned lane = threadIdx.x % kWarp,
+                   from = lane + delta < kWarp ? threadIdx.x + delta : threadIdx.x;
+    fibres[threadIdx.x].brought = value;
+    wait_for_warp();
+    const double other = fibres[from].brought;
+    wait_for_warp();  // until all have read
+    return other;
 }
 
 cudaError_t run(dim3 grid, dim3 block, const std::function<void()>& body) {
@@ -95,9 +132,10 @@ cudaError_t run(dim3 grid, dim3 block, const std::function<void()>& body) {
         unsigned done = 0;
         while (done == 0 && !trapped) {
             std::shuffle(order.begin(), order.end(), generator);
+            for (const unsigned thread : order) resume(thread);
+            resume_warps(order);
             int any = 0;
             for (const unsigned thread : order) {
-                resume(thread);
                 const Fibre& fibre = fibres[thread];
                 any |= static_cast<int>(!fibre.done && fibre.value != 0);
                 done += static_cast<unsigned>(fibre.done);

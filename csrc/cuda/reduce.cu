@@ -31,21 +31,18 @@ __global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
     reduce_kernel(const __grid_constant__ ReduceArgs args, bool aligned, Partial* partials) {
     let_follow();
     auto* acc = static_cast<Acc*>(args.acc);
-    for (int64_t block = blockIdx.x; block * kSquareBlock < args.numel; block += gridDim.x) {
-        const int64_t begin = block * kSquareBlock;
-        const auto reduce = [&](auto kWhole) {
-            const auto put = [&](int row, const Vector<Acc, kSquareGroup>& group) {
-                if (!args.in_place)
-                    store_group<kWhole>(acc + begin, place(row), args.numel - begin, group);
-            };
-            return reduce_block<kWhole, Acc, Chunk>(args.chunks, begin, args.numel, args.scale,
-                                                    args.accumulate ? acc : nullptr, put);
+    const int64_t begin = blockIdx.x * int64_t{kSquareBlock};
+    const auto reduce = [&](auto kWhole) {
+        const auto put = [&](int row, const Vector<Acc, kSquareGroup>& group) {
+            if (!args.in_place)
+                store_group<kWhole>(acc + begin, place(row), args.numel - begin, group);
         };
-        const Partial mine = aligned && begin + kSquareBlock <= args.numel
-                                 ? reduce(std::true_type{})
-                                 : reduce(std::false_type{});
-        record(mine, block, partials);
-    }
+        return reduce_block<kWhole, Acc, Chunk>(args.chunks, begin, args.numel, args.scale,
+                                                args.accumulate ? acc : nullptr, put);
+    };
+    const Partial mine = aligned && begin + kSquareBlock <= args.numel ? reduce(std::true_type{})
+                                                                       : reduce(std::false_type{});
+    record(mine, partials);
 }
 
 // One block of kSquareLanes threads: the blocks' sums in the order of [Note: sum of squares].
@@ -62,9 +59,10 @@ __global__ void __launch_bounds__(kSquareLanes)
     }
     lanes[threadIdx.x] = sum;
     bad = __syncthreads_or(bad);
-    halve(lanes, kSquareLanes / 2);
+    if (threadIdx.x >= kWarp) return;
+    sum = halve<kSquareLanes / kWarp>(lanes);
     if (threadIdx.x > 0) return;
-    stats[0] = lanes[0];
+    stats[0] = sum;
     stats[1] = bad ? 1.0 : 0.0;
 }
 
@@ -78,8 +76,8 @@ void reduce_typed(const ReduceArgs& args) {
         bool aligned = is_aligned<kSquareGroup>(static_cast<const Acc*>(args.acc));
         for (int64_t rank = 0; rank < args.chunks.count; ++rank)
             aligned &= is_aligned<kSquareGroup>(args.chunks.row<Chunk>(rank));
-        launch("reduce_", reduce_kernel<Acc, Chunk>, grid_for(blocks), kThreads, args, aligned,
-               partials);
+        launch("reduce_", reduce_kernel<Acc, Chunk>, static_cast<unsigned>(blocks), kThreads, args,
+               aligned, partials);
     }
     if (args.stats == nullptr) return;
     finish_stats("reduce_", partials, blocks, args.stats);

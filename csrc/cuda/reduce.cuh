@@ -12,16 +12,32 @@ struct Partial {
     bool bad;    // some value is not finite
 };
 
+// A tile of kSquareBlock elements is one block's, whatever their number: no memory holds more of them
+// than a grid may have blocks.
 static_assert(kSquareColumns == kThreads);
 inline constexpr int kRow = kSquareColumns * kSquareGroup;
 
-// Adds sums[0 .. 2 * half), one a thread, by halving; the result is in sums[0].
-__device__ inline void halve(double* sums, unsigned half) {
-    for (; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+inline constexpr int kWarp = 32;  // threads
+
+// sums[0], sums[kWarp], ... of kWarps warps added by halving, from the kStep-th of them on.
+template <int kWarps, int kStep = 1>
+__device__ double halve_warps(const double* sums) {
+    if constexpr (kStep == kWarps) {
+        return *sums;
+    } else {
+        return halve_warps<kWarps, 2 * kStep>(sums) +
+               halve_warps<kWarps, 2 * kStep>(sums + kStep * kWarp);
     }
-    __syncthreads();
+}
+
+// Adds sums[0 .. kWarps * kWarp), one a thread of the block, by halving. The first warp calls this,
+// behind a barrier, and its first thread gets the sum: the others need not wait for it.
+template <int kWarps>
+__device__ double halve(const double* sums) {
+    double sum = halve_warps<kWarps>(sums + threadIdx.x);
+#pragma unroll
+    for (int half = kWarp / 2; half > 0; half /= 2) sum += __shfl_down_sync(~0u, sum, half);
+    return sum;
 }
 
 // The group of elements that starts at `i`; those from `numel` on are 0.
@@ -93,14 +109,15 @@ __device__ Partial reduce_block(const Rows& chunks, int64_t begin, int64_t numel
     return {(squares[0] + squares[2]) + (squares[1] + squares[3]), bad};
 }
 
-// Adds up what the threads of a block have, and leaves it in `partials`, unless that is null.
-__device__ inline void record(Partial mine, int64_t block, Partial* partials) {
+// Adds up what the threads of a block have, once, and leaves it in `partials`, unless that is null.
+__device__ inline void record(Partial mine, Partial* partials) {
     __shared__ double sums[kSquareColumns];
     if (partials == nullptr) return;
     sums[threadIdx.x] = mine.sum;
     const bool bad = __syncthreads_or(mine.bad);
-    halve(sums, kSquareColumns / 2);
-    if (threadIdx.x == 0) partials[block] = {sums[0], bad};
+    if (threadIdx.x >= kWarp) return;
+    const double sum = halve<kSquareColumns / kWarp>(sums);
+    if (threadIdx.x == 0) partials[blockIdx.x] = {sum, bad};
 }
 
 // stats (2,) from those of all blocks.

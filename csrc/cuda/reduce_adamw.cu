@@ -56,23 +56,20 @@ __global__ void __launch_bounds__(kThreads, kReduceAdamwBlocks)
     await_predecessor();
     let_follow();
     const int64_t numel = args.shard.numel;
-    for (int64_t block = blockIdx.x; block * kSquareBlock < numel; block += gridDim.x) {
-        const int64_t begin = block * kSquareBlock;
-        const auto put = [&](int row, const Vector<float, kSquareGroup>& group) {
-            gradient[place(row) / kSquareGroup] = group;
-        };
-        const auto reduce = [&](auto kWhole) {
-            return reduce_block<kWhole, float, Peer>(args.peers, begin, numel, args.scale, nullptr,
-                                                     put);
-        };
-        const int64_t end = min(begin + kSquareBlock, numel);
-        const Partial mine = aligned && end - begin == kSquareBlock ? reduce(std::true_type{})
-                                                                    : reduce(std::false_type{});
-        __syncthreads();
-        update_block<kSplit, Send>(args, plan, begin, end, gradient[0].values);
-        record(mine, block, partials);
-        __syncthreads();  // before the next block's gradient takes this one's place
-    }
+    const int64_t begin = blockIdx.x * int64_t{kSquareBlock};
+    const auto put = [&](int row, const Vector<float, kSquareGroup>& group) {
+        gradient[place(row) / kSquareGroup] = group;
+    };
+    const auto reduce = [&](auto kWhole) {
+        return reduce_block<kWhole, float, Peer>(args.peers, begin, numel, args.scale, nullptr,
+                                                 put);
+    };
+    const int64_t end = min(begin + kSquareBlock, numel);
+    const Partial mine = aligned && end - begin == kSquareBlock ? reduce(std::true_type{})
+                                                                : reduce(std::false_type{});
+    __syncthreads();
+    update_block<kSplit, Send>(args, plan, begin, end, gradient[0].values);
+    record(mine, partials);
 }
 
 }  // namespace
@@ -99,8 +96,8 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
             for (int64_t rank = 0; rank < args.peers.count; ++rank)
                 aligned &= is_aligned<kSquareGroup>(args.peers.row<Peer>(rank));
             launch<Order::kFollowing>(kOp, reduce_adamw_kernel<decltype(split)::value, Peer, Send>,
-                                      grid_for(blocks), kThreads, operands, plan, aligned,
-                                      partials);
+                                      static_cast<unsigned>(blocks), kThreads, operands, plan,
+                                      aligned, partials);
         });
     if (args.stats != nullptr) finish_stats(kOp, partials, blocks, args.stats);
 }
