@@ -24,8 +24,9 @@ struct Plan {
 };
 
 // The prologue, one block of whole warps: counts the steps, computes the factors in double once per
-// segment instead of once per element, and numbers the tiles. A skipped step has no tiles.
-// `extent`: the elements of the only shard, in which the segments have to ascend; or -1.
+// segment instead of once per element, and numbers the tiles. A skipped step has no tiles. What
+// works on the tiles follows it; [Note: kernels that follow]. `extent`: the elements of the only
+// shard, in which the segments have to ascend; or -1.
 template <typename Rule>
 __global__ void __launch_bounds__(kPlanThreads)
     plan_kernel(const __grid_constant__ OptimRows<Rule> rows, int64_t num_shards, int64_t extent,
