@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import models
@@ -34,6 +35,7 @@ SITES = {
     "uninstall": (Unit, "uninstall"),
     "take a slot": (Pool, "take"),
     "enter a state": (Unit, "_enter"),
+    "begin to reduce": (Reducer, "start"),
     "find reduce buffers": (Reducer, "_buffers_of"),
     "hold a collective": (Handle, "__init__"),
 }
@@ -215,6 +217,32 @@ def test_a_rank_that_ctrl_c_took_out_of_a_turn_over_the_group_takes_part_in_noth
     own, other = run_ranks(alone, 2, strategy, site, at)
     assert "KeyboardInterrupt was raised in the" in own and "Start the processes anew" in own
     assert "rank 1 of 2" in other
+
+
+def between_meetings(rank: int, world_size: int) -> list[str]:
+    """Rank 0 is interrupted where no other rank waits for it; both repeat the step."""
+    model = zshard.wrap(Blocks(), comm="group")
+    optimizer = zshard.AdamW(model.parameters())
+    said: list[str] = []
+    for number in (0, 1, 1, 2):
+        torch.manual_seed(number)
+        interrupts = (
+            Interrupts("begin to reduce", 1) if (rank, said) == (0, ["ok"]) else nullcontext()
+        )
+        try:
+            with interrupts:
+                step(model, optimizer, batch(rank, number))
+        except (KeyboardInterrupt, zshard.Error) as error:
+            said.append(type(error).__name__)
+        else:
+            said.append("ok")
+    return said
+
+
+def test_a_step_that_ctrl_c_ended_between_meetings_is_repeated_on_all_ranks() -> None:
+    own, other = run_ranks(between_meetings, 2)
+    assert own == ["ok", "KeyboardInterrupt", "ok", "ok"]
+    assert other == ["ok", "StateError", "ok", "ok"]
 
 
 def test_a_reset_inside_a_backward_is_refused_and_no_gradient_is_lost() -> None:

@@ -82,6 +82,7 @@ class Schedule:
         self.unusable = ""
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self.updates = Updates(units, comm)
+        self.reducer.on_dropped = self.updates.forget_gradients
         self.methods = Methods(self)
         self.backward = Backward(self)
         for flat in self.flats:

@@ -38,6 +38,7 @@ class Reducer:
         self.trained_flats: list[Flat] = []  # those with anything to be trained
         self._comm, self._pool, self._device = comm, pool, device
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
+        self.on_dropped: Callable[[], None] = lambda: None  # the updates'
         self._in_flight: list[PendingReduction] = []  # that use reduce buffers, in order
         self._apart: PendingReduction | None = None  # the last that uses no reduce buffer
         self._pending: list[PendingReduction] = []  # of this backward
@@ -156,6 +157,7 @@ class Reducer:
         for flat in self.all_flats:
             flat.grads.drop()
         self._measured = None
+        self.on_dropped()
 
     def _drop(self, found: Outcome) -> None:
         self.drop()

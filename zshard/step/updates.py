@@ -55,7 +55,9 @@ class Updates:
         self._flats = [flat for unit in units for flat in unit.flats]
         self._comm = comm
         self._checksum = self._of_gradients = 0  # of all that was noted
-        self._noted: dict[str, object] = {}  # since the last check, for errors
+        # Since the last check, for errors: all, and what was of gradients alone.
+        self._noted: dict[str, object] = {}
+        self._noted_of_gradients: set[str] = set()
         self._agreed = self._before = NOTHING  # up to the last check and the one before
         self._checks = 0
 
@@ -72,6 +74,7 @@ class Updates:
             checksum = zlib.crc32(f"{what}: {value}".encode())
             if of_gradients:
                 self._of_gradients += checksum
+                self._noted_of_gradients.add(what)
             else:
                 self._checksum += checksum
 
@@ -101,6 +104,14 @@ class Updates:
         self._before, self._agreed = self._agreed, self._now()
         self._checks += 1
         self._noted.clear()
+        self._noted_of_gradients.clear()
+
+    def forget_gradients(self) -> None:
+        """Forget what was noted of gradients alone since the last check: all ranks drop them."""
+        self._of_gradients = self._agreed.of_gradients
+        for what in self._noted_of_gradients:
+            self._noted.pop(what, None)
+        self._noted_of_gradients.clear()
 
     def tallies(self) -> tuple[int, Tally, Tally]:
         """How often ``check`` was called; what came since the last time, and the one before.
