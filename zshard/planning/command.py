@@ -20,7 +20,7 @@ from ..precision import Precision
 from ..strategy import zero_name
 from ..transports.transport import Transport
 from .fit import STRATEGIES
-from .footprint import STATES
+from .footprint import OPTIMIZERS
 from .machine import MACHINES, Link
 from .planner import plan
 from .plot import plot as draw
@@ -61,7 +61,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="fp32; bf16 (reduced in fp32), bf16/bf16, or split: that with a split master "
         "(default: bf16)",
     )
-    parser.add_argument("--optimizer", choices=STATES, default="adamw", help="default: adamw")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     parser.add_argument("--prefetch", type=int, default=1, help="default: 1")
     parser.add_argument(
         "--batch",

@@ -17,8 +17,8 @@ from ..precision import Dtypes
 from ..strategy import Strategy
 from ..transports.groups import chunk_rows
 
-# fp32 states of an element, by the name of the optimizer.
-STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
+# Optimizers by name, and the fp32 states that each has of an element.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 _STATE_BYTES = 4
 
 

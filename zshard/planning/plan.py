@@ -14,7 +14,7 @@ from ..transports.transport import Transport
 from .check import check
 from .fit import Alternative, Fit, alternatives, fit
 from .footprint import (
-    STATES,
+    OPTIMIZERS,
     Buffers,
     Collective,
     Holding,
@@ -46,8 +46,10 @@ class Setup:
             raise InputError(
                 f"prefetch={self.prefetch!r}: expected a whole number of units, 0 or more"
             )
-        if not isinstance(self.optimizer, str) or self.optimizer not in STATES:
-            raise InputError(f"optimizer={self.optimizer!r}: expected one of {', '.join(STATES)}")
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
+            raise InputError(
+                f"optimizer={self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}"
+            )
         if self.comm not in get_args(Transport):
             raise InputError(f"comm={self.comm!r}: expected 'auto', 'group' or 'peer'")
 

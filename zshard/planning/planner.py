@@ -17,7 +17,7 @@ from ..transports.transport import Transport
 from ..unitmap import Units, UnitSpec, check_kinds, flat_groups, unit_map
 from .fit import require_bytes
 from .footprint import (
-    STATES,
+    OPTIMIZERS,
     Collective,
     FlatPlan,
     Holding,
@@ -145,7 +145,7 @@ class _Planner:
         sent: list[Collective] = []
         for index, (spec, own) in enumerate(zip(self._specs, flats, strict=True)):
             label = spec.name or "root"
-            states = STATES[setup.optimizer]
+            states = OPTIMIZERS[setup.optimizer]
             units.append(
                 UnitPlan(
                     label,
@@ -169,7 +169,7 @@ class _Planner:
                 rehearsal,
                 self._machine,
                 prefetch=setup.prefetch,
-                optimizer_states=STATES[setup.optimizer],
+                optimizer_states=OPTIMIZERS[setup.optimizer],
                 nccl=self._nccl,
                 in_memory=in_memory,
             )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import write_whole
+from ..tracing.plot import PHASE_COLORS
 from ..units.ledger import STATES
 from .fit import STRATEGIES
 from .plan import Plan
@@ -14,16 +15,7 @@ from .timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = {
-    "forward": "#4477aa",
-    "backward": "#66ccee",
-    "wait": "#ee6677",
-    "gather": "#228833",
-    "reduce": "#ccbb44",
-    "pack": "#aa3377",
-    "sum": "#bb88cc",
-    "step": "#777777",
-}
+_PHASES = ("forward", "backward", "wait", "gather", "reduce", "pack", "sum", "step")
 _STREAMS = ("compute", "gather", "reduce")
 
 
@@ -73,16 +65,16 @@ def _step(axes: Axes, line: Timeline, machine: str) -> None:
             _STREAMS.index(span.stream),
             (span.ended - span.began) * 1e3,
             left=span.began * 1e3,
-            color=_COLOURS[span.phase],
+            color=PHASE_COLORS[span.phase],
             edgecolor="white",
             lw=0.3,
         )
-    for phase, colour in _COLOURS.items():
-        axes.barh(0, 0, color=colour, label=phase)
+    for phase in _PHASES:
+        axes.barh(0, 0, color=PHASE_COLORS[phase], label=phase)
     axes.set_yticks(range(len(_STREAMS)), _STREAMS)
     axes.invert_yaxis()
     axes.set_xlabel(
         f"ms of a step, predicted for {machine}: {line.seconds * 1e3:,.1f}, of which waiting "
         f"{line.exposed * 1e3:,.1f}"
     )
-    axes.legend(fontsize=7, ncols=len(_COLOURS))
+    axes.legend(fontsize=7, ncols=len(_PHASES))

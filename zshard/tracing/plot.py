@@ -14,7 +14,8 @@ from .trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {
+# One colour a phase, in every picture of a step.
+PHASE_COLORS = {
     "forward": "#4c72b0",
     "backward": "#8172b3",
     "step": "#55a868",
@@ -51,7 +52,7 @@ def plot(trace: Trace, path: str | PathLike[str]) -> None:
     axes.set_xlim(0, max(trace.seconds * 1e3, 1e-6))
     axes.set_xlabel("ms")
     axes.set_title(f"rank {trace.rank} of {trace.world}: {trace.model}", fontsize=9)
-    patches = [Patch(color=_COLORS.get(p, _OTHER), label=_meaning(p)) for p in used]
+    patches = [Patch(color=PHASE_COLORS.get(p, _OTHER), label=_meaning(p)) for p in used]
     figure.legend(handles=patches, ncols=12, fontsize=7, loc="outside lower center")
     write_whole(path, lambda part: figure.savefig(part, format="png", dpi=120))
 
@@ -66,7 +67,7 @@ def _bars(trace: Trace) -> list[tuple[str, str, float, float]]:
 
 def _draw(axes: Axes, row: int, bars: list[tuple[str, str, float, float]]) -> None:
     spans = [(began * 1e3, (ended - began) * 1e3) for _, _, began, ended in bars]
-    colors = [_COLORS.get(phase, _OTHER) for _, phase, _, _ in bars]
+    colors = [PHASE_COLORS.get(phase, _OTHER) for _, phase, _, _ in bars]
     axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colors, linewidth=0)
 
 
