@@ -50,7 +50,8 @@ def _memory(axes: Axes, plan: Plan) -> None:
             axes.barh(list(rows), [n / 1e9 for n in sizes], left=left, label=kind)
             left = [a + n / 1e9 for a, n in zip(left, sizes, strict=True)]
     for row, total in enumerate(left):
-        axes.text(total, row, f" {total:,.1f}", va="center", fontsize=8)
+        shown = f"{total:,.0f}" if total >= 100 else f"{total:.3g}"
+        axes.text(total, row, f" {shown}", va="center", fontsize=8)
     if plan.hbm is not None:
         axes.axvline(plan.hbm / 1e9, color="black", ls="--", lw=1, label="hbm")
     axes.invert_yaxis()
