@@ -77,6 +77,7 @@ class Schedule:
         self.structure = Structure(model)
         self.executor = Executor(units, comm, self.reducer)
         self.agreement = Agreement(units, comm, prefetch, self.executor, self.reset)
+        self._used: dict[Unit, bool] = {}  # at least those in use
         self.whole = False  # True inside full_params: the modules hold whole parameters
         # Why the parameters hold no valid values, and the remedy; alike on every rank. "" if valid.
         self.unusable = ""
@@ -101,7 +102,16 @@ class Schedule:
             self.agreement.need(unit)
         self.executor.wait(unit)
         unit.install()
-        unit.in_use = True
+        unit.in_use = self._used[unit] = True
+
+    def in_use_beside(self, unit: Unit) -> list[Unit]:
+        """Units in use that are neither ``unit`` nor around it nor inside."""
+        self._used = {used: True for used in self._used if used.in_use}
+        return [
+            used
+            for used in self._used
+            if used is not unit and not used.encloses(unit) and not unit.encloses(used)
+        ]
 
     def renew(self) -> None:
         """Start gathering updated shards of units that stay whole, in the next forward's order."""

@@ -84,11 +84,10 @@ class Backward:
         self.current = unit
         self.recomputation.announce(unit)
         self._executor.end_backward()
-        for other in self._units[1:]:
-            # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
-            # nothing left to compute. One around it has; one inside may share its output tensor.
-            if other.in_use and not (other is unit or other.encloses(unit) or unit.encloses(other)):
-                self._executor.release(other)
+        # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
+        # nothing left to compute. One around it has; one inside may share its output tensor.
+        for other in self._schedule.in_use_beside(unit):
+            self._executor.release(other)
         self._schedule.obtain(unit)
         self._executor.enter("backward", unit)
         self._agreement.look_ahead()
