@@ -141,7 +141,7 @@ class Toolchain:
             return [self.cxx, *self._common, *macros, *self._host, *files]
         assert self.cuda is not None
         targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.cuda.archs]
-        last = self.cuda.archs[-1]
+        last = max(self.cuda.archs, key=int)
         targets.append(f"-gencode=arch=compute_{last},code=compute_{last}")  # PTX, for newer GPUs
         flags = [*self._nvcc, *targets, *(f"-Xptxas={flag}" for flag in self._ptxas)]
         # nvcc splits what it hands on at spaces, as a shell does.

@@ -142,13 +142,13 @@ def test_an_nvcc_that_misses_a_target_is_refused_with_what_it_knows(monkeypatch,
     assert find_cuda(CPU_TORCH) == Cuda(old_nvcc, "12.4", ["80", "90"])
 
 
-def test_every_target_gets_machine_code_and_the_last_one_ptx():
-    tools = Toolchain(CPU_TORCH, Cuda("nvcc", "13.0", ["80", "90"]))
+@pytest.mark.parametrize("archs", [["80", "90", "100"], ["100", "80", "90"]])
+def test_every_target_gets_machine_code_and_the_newest_one_ptx(archs):
+    tools = Toolchain(CPU_TORCH, Cuda("nvcc", "13.0", archs))
     command = tools.compile(Path("csrc/cuda/pack.cu"), Path("pack.o"))
     assert [word for word in command if word.startswith("-gencode")] == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90,code=sm_90",
-        "-gencode=arch=compute_90,code=compute_90",
+        *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
+        "-gencode=arch=compute_100,code=compute_100",
     ]
 
 

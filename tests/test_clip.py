@@ -271,7 +271,9 @@ def look_on_one_rank(rank: int, world_size: int, norm_type: float, look: bool) -
     for limit in (0.2, 0.05, 0.01):
         norms.append(float(zshard.clip_grad_norm_(model, limit, norm_type)))
         if look and rank == 0:
-            model.get_parameter("outlet.bias").grad.abs()  # applies what is pending on this rank
+            parameter = model.get_parameter("outlet.bias")
+            parameter.grad.local.abs()  # applies what is pending on this rank
+            assert parameter.flat.schedule.reducer.grad_scale is None
     return norms
 
 
@@ -288,6 +290,43 @@ def test_a_limit_on_another_device_is_taken_in_the_norms_dtype_and_not_waited_fo
     limit, shown = _largest(torch.ones(1, dtype=torch.float64, device="meta"), torch.float32)
     assert isinstance(limit, Tensor) and limit.dtype == torch.float32 and limit.ndim == 0
     assert shown is None
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_a_limit_that_is_not_waited_for_clips(
+    monkeypatch: pytest.MonkeyPatch, norm_type: float
+) -> None:
+    # As on a GPU: by a tensor whose value the host does not know.
+    monkeypatch.setattr("zshard.calls.clip._largest", lambda limit, dtype: (limit.to(dtype), None))
+    model, plain = zshard.wrap(models.build("blocks")), models.build("blocks")
+    for each in (model, plain):
+        models.loss_of(each, models.batches("blocks", 1)[0]).backward()
+    limit = torch.tensor(LIMIT, dtype=torch.float64)
+    ours = zshard.clip_grad_norm_(model, limit, norm_type)
+    theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), LIMIT, norm_type)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    for name, parameter in plain.named_parameters():
+        clipped = zshard.full_grad(model, name)
+        torch.testing.assert_close(clipped, parameter.grad, rtol=1e-5, atol=1e-9, msg=name)
+
+
+def test_an_fp64_model_is_clipped_twice_after_its_fp32_loss_scale_was_taken_away() -> None:
+    model, plain = (each.double() for each in (models.build("blocks"), models.build("blocks")))
+    model = zshard.wrap(model)
+    norms = []
+    for each, scaler, clip in (
+        (model, zshard.GradScaler("cpu", 1024.0), zshard.clip_grad_norm_),
+        (plain, torch.amp.GradScaler("cpu", 1024.0), torch.nn.utils.clip_grad_norm_),
+    ):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        scaler.scale(each(models.batches("blocks", 1)[0].double()).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        target = each if each is model else [*each.parameters()]
+        norms.append([float(clip(target, limit)) for limit in (0.2, LIMIT)])
+        scaler.step(optimizer)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(zshard.state_dict(model)[name], value, rtol=1e-12, atol=0)
 
 
 def test_clipping_without_any_gradient_gives_zero() -> None:

@@ -56,6 +56,11 @@ WIDENING = re.compile(
 )
 
 
+# [Note: kernels that follow]: those that do, and those that let others.
+FOLLOWERS = {"optim_kernel", "reduce_adamw_kernel", "stats_kernel"}
+FOLLOWED = {"plan_kernel", "reduce_kernel", "reduce_adamw_kernel"}
+
+
 class Kernel(NamedTuple):
     """One instance of a kernel, for one architecture."""
 
@@ -202,3 +207,23 @@ def test_a_copying_kernel_stores_single_elements_only_one_at_a_time(hopper: dict
         if rows := re.findall(r"(?:STG\.E(?:\.U16)? (?:(?!LDG|STG|B|EXIT)\S+ )*){2,}", names):
             split.append(f"{full} on sm_90: {max(row.count('STG') for row in rows)} stores")
     assert split == []
+
+
+@pytest.mark.skipif("sm_90" not in ARCHS, reason="not built for sm_90")
+def test_a_kernel_that_follows_waits_before_all_else_and_no_other_waits(
+    hopper: dict[str, str],
+) -> None:
+    wait, let = "ACQBULK", "PREEXIT"
+    wrong = []
+    for full, code in hopper.items():
+        names = [name for name, _ in INSTRUCTION.findall(code)]
+        kernel = full.partition("<")[0]
+        if (wait in names, let in names) != (kernel in FOLLOWERS, kernel in FOLLOWED):
+            wrong.append(f"{full} on sm_90: {wait} {wait in names}, {let} {let in names}")
+        if wait in names:
+            early = r"LD\.|LDG|ST\.|STG|ATOM|RED|UBLKCP|BRA|EXIT|PREEXIT"
+            before = [name for name in names[: names.index(wait)] if re.match(early, name)]
+            if before:
+                wrong.append(f"{full} on sm_90: {before} before {wait}")
+    assert hopper
+    assert wrong == []

@@ -82,6 +82,7 @@ inline cudaError_t cudaGetDevice(int* device) {
     *device = 0;
     return cudaSuccess;
 }
+#define __CUDA_ARCH_LIST__ 800, 900
 inline constexpr int cudaDevAttrComputeCapabilityMajor = 75;
 inline cudaError_t cudaDeviceGetAttribute(int* value, int /*attribute*/, int /*device*/) {
     *value = 9;

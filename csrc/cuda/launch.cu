@@ -1,5 +1,6 @@
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -30,6 +31,9 @@ cudaStream_t current_stream() {
 }
 
 bool has_followers() {
+    // Code for sm_80 alone may have been compiled for this device only now, from its PTX, and there
+    // await_predecessor() does nothing. The newest PTX is what the build leaves in.
+    if (std::max({__CUDA_ARCH_LIST__}) < 900) return false;
     int device = 0, major = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),

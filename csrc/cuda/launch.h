@@ -28,10 +28,12 @@ void check(cudaError_t status, const char* op);
 // Bytes that the arguments of a kernel may have, from sm_70 on.
 inline constexpr size_t kMaxParamBytes = 32'764;
 
-// [Note: kernels that follow] From sm_90 on a kernel may be launched to follow the one before it on
-// its stream: it takes what room that leaves, once each of its blocks has called let_follow() or
-// ended, and has to touch nothing that other kernels use before its own await_predecessor(). Where
-// one of the two has few blocks that hides the launch: 1 to 2 us of an H200.
+// [Note: kernels that follow] From sm_90 on a kernel may be launched to follow its predecessor on the
+// stream. As soon as each block of the predecessor has called let_follow() or ended, blocks of the
+// follower take what room there is. Every block of a follower has to call await_predecessor(), and
+// before that touch nothing that another kernel uses: then whoever comes behind the follower comes
+// behind its predecessor as well. Where one of the two has few blocks this hides the launch: 1 to
+// 2 us of an H200.
 __device__ __forceinline__ void let_follow() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
@@ -44,15 +46,15 @@ __device__ __forceinline__ void await_predecessor() {
 #endif
 }
 
-// Whether the current device can let kernels follow.
-bool has_followers();
-
 // How a kernel is launched: behind the one before it, or to follow it.
 enum class Order { kBehind, kFollowing };
 
+// Whether the current device and the code for it know followers.
+bool has_followers();
+
 // Runs a kernel on the current stream. A failed launch throws.
-template <Order kOrder = Order::kBehind, typename... Params, typename... Args>
-void launch(const char* op, void (*kernel)(Params...), unsigned grid, unsigned threads,
+template <typename... Params, typename... Args>
+void launch(const char* op, Order order, void (*kernel)(Params...), unsigned grid, unsigned threads,
             Args&&... args) {
     static_assert(((sizeof(Params) + alignof(Params) - 1) + ... + 0) <= kMaxParamBytes);
     cudaLaunchConfig_t config{};
@@ -60,13 +62,19 @@ void launch(const char* op, void (*kernel)(Params...), unsigned grid, unsigned t
     config.blockDim = dim3(threads);
     config.stream = current_stream();
     cudaLaunchAttribute follows{};
-    if (kOrder == Order::kFollowing && has_followers()) {
+    if (order == Order::kFollowing && has_followers()) {
         follows.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         follows.val.programmaticStreamSerializationAllowed = 1;
         config.attrs = &follows;
         config.numAttrs = 1;
     }
     check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), op);
+}
+
+template <typename... Params, typename... Args>
+void launch(const char* op, void (*kernel)(Params...), unsigned grid, unsigned threads,
+            Args&&... args) {
+    launch(op, Order::kBehind, kernel, grid, threads, std::forward<Args>(args)...);
 }
 
 }  // namespace zshard::cuda

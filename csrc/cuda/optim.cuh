@@ -23,7 +23,7 @@ struct Plan {
     typename Rule::Factors* factors;  // (num_segments,)
 };
 
-// The prologue, one block of whole warps: counts the steps, computes the factors in double once per
+// The prologue, one block: counts the steps, computes the factors in double once per
 // segment instead of once per element, and numbers the tiles. A skipped step has no tiles. What
 // works on the tiles follows it; [Note: kernels that follow]. `extent`: the elements of the only
 // shard, in which the segments have to ascend; or -1.
@@ -80,7 +80,7 @@ Plan<Rule> make_plan(const char* op, const OptimRows<Rule>& rows, int64_t num_sh
     const Plan<Rule> plan{
         .first_tile = first_tile,
         .factors = reinterpret_cast<typename Rule::Factors*>(first_tile + rows.num_segments + 1)};
-    const int64_t threads = std::min<int64_t>(kPlanThreads, (rows.num_segments + 31) / 32 * 32);
+    const int64_t threads = std::clamp<int64_t>(rows.num_segments, 32, kPlanThreads);
     launch(op, plan_kernel<Rule>, 1, static_cast<unsigned>(threads), rows, num_shards, extent,
            plan);
     return plan;
@@ -222,8 +222,8 @@ void launch_shards(const char* op, const OptimArgs<Rule>& args, const Plan<Rule>
     Shards<Rule, kCapacity> shards{};
     shards.first = static_cast<int64_t>(first);
     std::copy_n(args.shards.begin() + shards.first, count, shards.items);
-    launch<Order::kFollowing>(op, optim_kernel<Rule, kSplit, Grad, Send, kCapacity>,
-                              grid_for(tiles), kThreads, args.rows, plan, shards);
+    launch(op, Order::kFollowing, optim_kernel<Rule, kSplit, Grad, Send, kCapacity>,
+           grid_for(tiles), kThreads, args.rows, plan, shards);
 }
 
 template <typename Rule>

@@ -89,8 +89,8 @@ void launch_table(const PackArgs& args, const std::vector<Item>& items, size_t f
     table.count = static_cast<int>(count);
     int64_t numel = 0;
     for (size_t i = 0; i < count; ++i) numel += items[first + i].numel;
-    // Many small pieces: to find a tile's takes a block as long as to move it, so that each had
-    // better be one tile than a full one and a rest.
+    // A block searches for the piece of its tile, which takes as long as to move a few thousand
+    // elements: where pieces are small each had better be one tile than a full one and a rest.
     table.tile = kRunTile<Flat, Value>;
     if (numel < 2 * table.tile * table.count) table.tile *= 2;
     table.tiles = 0;

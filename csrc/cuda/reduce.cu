@@ -29,8 +29,9 @@ constexpr int kReduceBlocks = sizeof(Acc) == 8 ? 2 : 3;
 template <typename Acc, typename Chunk>
 __global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
     reduce_kernel(const __grid_constant__ ReduceArgs args, bool aligned, Partial* partials) {
-    let_follow();
+    if (partials != nullptr) let_follow();
     auto* acc = static_cast<Acc*>(args.acc);
+    // As many elements as a grid may have blocks of them are more than any memory holds.
     const int64_t begin = blockIdx.x * int64_t{kSquareBlock};
     const auto reduce = [&](auto kWhole) {
         const auto put = [&](int row, const Vector<Acc, kSquareGroup>& group) {
@@ -86,7 +87,8 @@ void reduce_typed(const ReduceArgs& args) {
 }  // namespace
 
 void finish_stats(const char* op, const Partial* partials, int64_t blocks, double* stats) {
-    launch<Order::kFollowing>(op, stats_kernel, 1, kSquareLanes, partials, blocks, stats);
+    const Order order = blocks > 0 ? Order::kFollowing : Order::kBehind;
+    launch(op, order, stats_kernel, 1, kSquareLanes, partials, blocks, stats);
 }
 
 void reduce(const ReduceArgs& args) {

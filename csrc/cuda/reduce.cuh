@@ -12,8 +12,6 @@ struct Partial {
     bool bad;    // some value is not finite
 };
 
-// A tile of kSquareBlock elements is one block's, whatever their number: no memory holds more of
-// them than a grid may have blocks.
 static_assert(kSquareColumns == kThreads);
 inline constexpr int kRow = kSquareColumns * kSquareGroup;
 

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, kReduceAdamwBlocks)
                         Partial* partials) {
     __shared__ Vector<float, kSquareGroup> gradient[kSquareBlock / kSquareGroup];
     await_predecessor();
-    let_follow();
+    if (partials != nullptr) let_follow();
     const int64_t numel = args.shard.numel;
     const int64_t begin = blockIdx.x * int64_t{kSquareBlock};
     const auto put = [&](int row, const Vector<float, kSquareGroup>& group) {
@@ -83,8 +83,7 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
     const int64_t rows = operands.rows.num_segments, numel = operands.shard.numel;
     const int64_t blocks = square_blocks(numel);
     const Scratch scratch(plan_bytes<Rule>(rows));
-    Plan<Rule> plan{};
-    if (rows > 0) plan = make_plan(kOp, operands.rows, 1, numel, scratch);
+    const Plan<Rule> plan = make_plan(kOp, operands.rows, 1, numel, scratch);
     std::optional<Scratch> measured;
     if (args.stats != nullptr) measured.emplace(blocks * int64_t{sizeof(Partial)});
     auto* partials = measured ? measured->as<Partial>() : nullptr;
@@ -95,7 +94,7 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
             bool aligned = true;
             for (int64_t rank = 0; rank < args.peers.count; ++rank)
                 aligned &= is_aligned<kSquareGroup>(args.peers.row<Peer>(rank));
-            launch<Order::kFollowing>(kOp, reduce_adamw_kernel<decltype(split)::value, Peer, Send>,
+            launch(kOp, Order::kFollowing, reduce_adamw_kernel<decltype(split)::value, Peer, Send>,
                                       static_cast<unsigned>(blocks), kThreads, operands, plan,
                                       aligned, partials);
         });

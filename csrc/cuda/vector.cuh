@@ -53,7 +53,7 @@ inline constexpr int kRunUnroll = 4;
 template <typename To, typename From>
 inline constexpr int kRunWidth = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
 
-// Elements for which each thread of a block waits once.
+// Elements of an aligned run for which each thread of a block waits once.
 template <typename To, typename From>
 inline constexpr int64_t kRunTile = int64_t{kRunUnroll} * kRunWidth<To, From> * kThreads;
 

@@ -47,7 +47,8 @@ def clip_grad_norm_(
         InputError: parameters of no wrapped model, or of several; a norm_type that is not positive,
             a max_norm that is negative or not a number.
         StateError: a norm that is not finite, on every rank, with error_if_nonfinite; the
-            gradients are left as they are; after a backward that raised on any rank.
+            gradients are left as they are; after a backward that raised on any rank, inside a
+            forward or backward, and for gradients that no_sync holds back.
         MismatchError: if ranks clip with different arguments, on every rank, by the next forward.
         WrapError: if the model is not wrapped.
     """
@@ -57,20 +58,23 @@ def clip_grad_norm_(
     max_norm, shown = _largest(max_norm, dtype)
     try:
         norm_type = float(norm_type)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         norm_type = math.nan
     if not norm_type > 0:
         raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
     schedule.backward.require_gradients()
     reducer = schedule.reducer
     everything = reducer.covers(params)
+    if everything:
+        for flat in schedule.flats:
+            flat.grads.refuse_held_back()
     known = reducer.squares() if everything and norm_type == 2.0 else None
     if known is None:
         norm = _norm(schedule, params, norm_type).to(dtype)
     else:
         squares, scale = known
         norm, factor = (torch.empty(1, dtype=dtype, device=squares.device) for _ in range(2))
-        limit = math.inf if shown is None else shown
+        limit = math.inf if shown is None else shown  # one that is elsewhere comes below
         ops.clip_factor_(factor, norm, squares, limit, None if scale is None else scale.to(dtype))
         norm.squeeze_()
     if known is None or shown is None:
@@ -101,9 +105,12 @@ def _largest(max_norm: object, dtype: torch.dtype) -> tuple[float | torch.Tensor
             return max_norm.to(dtype), None
     elif isinstance(max_norm, torch.Tensor) or not isinstance(max_norm, SupportsFloat):
         raise InputError(f"max_norm={max_norm!r}: expected a number")
-    value = float(max_norm)
+    try:
+        value = float(max_norm)
+    except (OverflowError, RuntimeError, TypeError):  # too large, complex
+        value = math.nan
     if not value >= 0.0:
-        raise InputError(f"max_norm={value}: expected a number that is not negative")
+        raise InputError(f"max_norm={max_norm}: expected a number that is not negative")
     return value, value
 
 

@@ -52,10 +52,10 @@ class Reducer:
         self._present: dict[Flat, list[bool]] = {}
         self._ending = Ending.WELL  # of the last backward
         self._outcome: OutcomeSum | None = None  # until ``read_outcome`` has taken it in
-        # The sum of squares of all gradients, (1,) float64, and the factors since then.
-        self._measured: list[torch.Tensor] | None = None
+        self._sum_of_squares: torch.Tensor | None = None  # (1,) float64, of all gradients
+        self._factors: list[torch.Tensor] = []  # which it has not been multiplied by; (1,)
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
-        self.grad_scale: torch.Tensor | None = None  # (1,) fp32, still to be applied
+        self.grad_scale: torch.Tensor | None = None  # (1,) fp32 or fp64, still to be applied
         self.unscales = False  # whether grad_scale takes a loss scale away
         self.find_trained()
 
@@ -121,10 +121,11 @@ class Reducer:
             return
         self._outcome.wait()
         found, self._outcome = self._outcome.outcome(), None
-        self._measured, self._non_finite = [found.sum_of_squares.view(1)], found.non_finite
+        self._sum_of_squares, self._non_finite = found.sum_of_squares.view(1), found.non_finite
+        self._factors.clear()
         left_out = set(self.all_flats) - set(self.trained_flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
-            self._measured = None  # what came out is not of all gradients
+            self._sum_of_squares = None  # what came out is not of all gradients
         present = iter(found.present)
         for flat in self.trained_flats:
             flat.grads.arrived = [next(present) for _ in flat.names]
@@ -156,7 +157,7 @@ class Reducer:
         """Forget every gradient, and what was known of them."""
         for flat in self.all_flats:
             flat.grads.drop()
-        self._measured = None
+        self._sum_of_squares = None
         self.on_dropped()
 
     def _drop(self, found: Outcome) -> None:
@@ -231,18 +232,23 @@ class Reducer:
             (1,) float64; and what the gradients were multiplied by since, if anything, (1,).
         """
         self.read_outcome()
-        if self._measured is None:
+        if self._sum_of_squares is None:
             return None
-        while len(self._measured) > 2:
-            found, factor, *later = self._measured
-            self._measured = [found * factor.double() ** 2, *later]
-        return self._measured[0], self._measured[1] if len(self._measured) > 1 else None
+        while len(self._factors) > 1:  # the last one is left to the op that takes the root
+            factor = self._factors.pop(0).double()
+            self._sum_of_squares = self._sum_of_squares * factor**2
+        return self._sum_of_squares, next(iter(self._factors), None)
 
     @property
     def non_finite(self) -> torch.Tensor | None:
         """0-d float64, not 0 if any gradient is not finite; None if they were changed since."""
         self.read_outcome()
-        return None if self._measured is None else self._non_finite
+        if self._sum_of_squares is None or self._non_finite is None:
+            return None
+        found = self._non_finite
+        for factor in self._factors:  # of a norm that has overflowed
+            found = found + (~factor.isfinite()).sum()
+        return found
 
     def covers(self, params: Iterable[Sharded]) -> bool:
         """Whether ``params`` include every parameter that has a gradient."""
@@ -273,21 +279,20 @@ class Reducer:
         """Defer a multiplication of the gradients by ``factor`` until they are read.
 
         Args:
-            factor: 0-d fp32, or fp64 where any parameter is.
+            factor: of one element, fp32, or fp64 where any parameter is.
             unscales: this is the inverse of a loss scale; see ``Gradients.before_access``.
         """
         factor = factor.view(1)
-        if self._measured is not None:
-            # Whether it is applied by then or not: one rank may look at a gradient while the others
-            # do not, and all have to agree on the bits of the next clip factor.
-            self._measured.append(factor)
+        # Kept even after ``apply_scale``: a rank that has looked at a gradient has applied it, the
+        # others have not, and all have to make the next norm of the same numbers.
+        self._factors.append(factor)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
         self.unscales = self.unscales or unscales
 
     def forget_norm(self) -> None:
         """Note that gradients may have changed since the reduction."""
         self.read_outcome()
-        self._measured = None
+        self._sum_of_squares = None
 
 
 def scratch_sizes(flats: Sequence[Flat], comm: Comm) -> dict[Scratch, int]:
