@@ -174,6 +174,15 @@ class Schedule:
         if self.unusable:
             raise StateError(f"{what} is refused: {self.unusable}")
 
+    def require_idle(self, what: str) -> None:
+        """Raise StateError inside a forward or backward."""
+        if self.executor.state is not TrainingState.IDLE:
+            raise StateError(
+                f"{what} can only be called between steps, and the model is "
+                f"{self.executor.state.value}. If an exception has left it there, call "
+                "zshard.reset(model) first."
+            )
+
     def begin_call(self, what: str, *, unusable_ok: bool = False) -> None:
         """Make sure that all ranks make the same collective call, after the same changes.
 
@@ -188,12 +197,7 @@ class Schedule:
             self.require_values(what)
         if self.backward.raised:
             self.reset()
-        if self.executor.state is not TrainingState.IDLE:
-            raise StateError(
-                f"{what} can only be called between steps, and the model is "
-                f"{self.executor.state.value}. If an exception has left it there, call "
-                "zshard.reset(model) first."
-            )
+        self.require_idle(what)
         tally = self.updates.tally()
         messages = self.agreement.begin(Intent.CALL, what, what, gathers=False, tally=tally)
         if not unusable_ok:

@@ -70,6 +70,8 @@ def _alias(
     func: Any, op: Operator, of: Sharded, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Sharded:
     """Another tensor of the same slice, or of a split master, which has none."""
+    if isinstance(of, ShardedGrad):
+        return of.flat.grads.objects.alias(of)
     if of._local is None:
         alias = Sharded(None, of.flat, of.segment)
     else:
@@ -78,8 +80,7 @@ def _alias(
         # What a parameter shares its version counter with is no inference tensor, nor is it one.
         with torch.inference_mode(False):
             alias = of.like(result)
-    flat = of.flat
-    (flat.grads.objects.aliases if isinstance(of, ShardedGrad) else flat.aliases).note(alias)
+    of.flat.aliases.note(alias)
     return alias
 
 
@@ -265,11 +266,16 @@ def _copy_into_split(target: Sharded, source: object) -> None:
 def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:
     written = {id(each) for each in changed}
 
-    def local(x: object) -> object:
+    def local_of(x: object) -> object:
         if isinstance(x, ShardedGrad):
             if op.zeroing:
                 return x._local  # where a look would be refused, zeros are fine
-            return x.local if id(x) in written else x.seen()
+            if id(x) not in written:
+                return x.seen()
+            local = x.local
+            if op.name.startswith("aten::_fused_") and local.dtype != x.dtype:
+                _refuse_to_divide(op, x, local.dtype)
+            return local
         if isinstance(x, Sharded):
             return x.local
         if isinstance(x, torch.Tensor) and x.ndim > 0 and op.name != "aten::copy_":
@@ -283,7 +289,15 @@ def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[
             )
         return x
 
-    return local
+    return local_of
+
+
+def _refuse_to_divide(op: Operator, grad: ShardedGrad, dtype: torch.dtype) -> NoReturn:
+    raise OptimizerError(
+        f"{op.name} divides gradients by the loss scale where they lie, in {grad.dtype}, but that "
+        f"of {grad.fqn!r} is {dtype}. Call scaler.unscale_(optimizer) before scaler.step, or pass "
+        "fused=False; or reduce in fp32, or use zshard's optimizers."
+    )
 
 
 def _mutated(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:

@@ -281,15 +281,17 @@ class Backward:
         """Read what the last backward's reduction said.
 
         Raises:
-            StateError: if it ended in an exception, so that only some gradients are there; if the
-                parameters hold no valid values.
+            StateError: if it ended in an exception, so that only some gradients are there; inside
+                a forward or backward; if the parameters hold no valid values.
         """
-        self._schedule.require_values("clipping, unscaling or an optimizer's step")
+        what = "clipping, unscaling or an optimizer's step"
+        self._schedule.require_values(what)
         if self.raised:
             raise StateError(
                 "the last backward raised an exception, and its gradients are incomplete. Run it "
                 "again, or skip the step: zshard.reset(model), then zero_grad()."
             )
+        self._schedule.require_idle(what)
         self._reducer.read_outcome()
 
     def before_set_trained(self, name: str) -> None:

@@ -55,8 +55,16 @@ class GradObjects:
     def make(self, index: int, owned: torch.Tensor) -> ShardedGrad:
         """A new one; ``owned`` (O,) has the values."""
         begin, end, _ = self._flat.local(index)
-        made = self._objects[index] = ShardedGrad(owned[begin:end], self._flat, index)
+        with torch.inference_mode(False):  # it outlives what it was asked for in
+            made = self._objects[index] = ShardedGrad(owned[begin:end], self._flat, index)
         return made
+
+    def alias(self, of: ShardedGrad) -> ShardedGrad:
+        """Another object for what ``of`` stands for, which sees and changes the same values."""
+        with torch.inference_mode(False):
+            alias = ShardedGrad(of._local, self._flat, of.segment)
+        self.aliases.note(alias)
+        return alias
 
     def leave(self, index: int, memory: torch.Tensor | None, *, held_back: bool) -> None:
         """Leave gradient ``index``, which is dropped, to those who keep it.
@@ -68,10 +76,10 @@ class GradObjects:
         if _is_kept(self._objects, index):
             left, self._objects[index] = self._objects[index], None
             assert left is not None
-            left.__class__ = LostGrad if held_back else Sharded  # type: ignore[assignment]
             kept.append(left)
         scale = self._flat.schedule.reducer.grad_scale
         for each in kept:
+            each.__class__ = LostGrad if held_back else Sharded
             if each._local is not None and memory is not None and shares(each._local, memory):
                 own = each._local.to(self._flat.dtypes.master, copy=True)
                 each._local = own if scale is None else own.mul_(scale)

@@ -179,6 +179,12 @@ class Gradients:
         """Whether a backward inside no_sync has left a gradient that is not reduced yet."""
         return self._held[index] is not None
 
+    def refuse_held_back(self) -> None:
+        """Raise StateError if any gradient is not reduced yet."""
+        for name, held in zip(self._flat.names, self._held, strict=True):
+            if held is not None:
+                raise StateError(held_back(name))
+
     def zero_held_back(self, index: int) -> None:
         """Zero what no_sync holds of gradient ``index``, whose shard is about to be zeroed.
 

@@ -1,0 +1,154 @@
+"""Gradients changed between backward and step: through aliases, with a factor pending, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import zshard
+
+REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "grad": lambda grad: grad.mul_(0.5),
+    "data": lambda grad: grad.data.mul_(0.5),
+    "detach": lambda grad: grad.detach().mul_(0.5),
+    "data.clamp_": lambda grad: grad.data.clamp_(-1e-6, 1e-6),
+    "data.zero_": lambda grad: grad.data.zero_(),
+    "foreach": lambda grad: torch._foreach_mul_([grad.data, grad.detach()], 0.5),  # once each
+}
+
+
+def backward(reduce: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+    """A wrapped model behind a backward, and one of its gradients."""
+    model = zshard.wrap(models.build("blocks"), precision=zshard.Precision(reduce=reduce))
+    models.loss_of(model, models.batches("blocks", 1)[0]).backward()
+    grad = model.get_parameter("inlet.weight").grad
+    assert grad is not None
+    return model, grad
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_a_change_through_an_alias_is_one_of_the_gradient(
+    reduce: str, change: str, clipped: bool
+) -> None:
+    model, grad = backward(REDUCE[reduce])
+    if clipped:
+        zshard.clip_grad_norm_(model, 1e-2)
+    expected = zshard.full_grad(model, "inlet.weight")
+    assert expected is not None and expected.abs().max() > 1e-6
+    CHANGES[change](expected)
+    CHANGES[change](grad)
+    found = zshard.full_grad(model, "inlet.weight")
+    torch.testing.assert_close(found, expected, rtol=2e-2 if reduce == "bf16" else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_an_alias_sees_a_later_clip_and_writes_past_it(reduce: str) -> None:
+    model, grad = backward(REDUCE[reduce])
+    alias = grad.detach()
+    zshard.clip_grad_norm_(model, 1e-2)
+    whole = zshard.full_grad(model, "inlet.weight")
+    assert whole is not None
+    assert torch.equal((alias * 1.0).local, whole.reshape(-1))
+    alias.fill_(1.0)
+    assert torch.equal(zshard.full_grad(model, "inlet.weight"), torch.ones_like(whole))
+
+
+def test_an_alias_of_a_gradient_that_no_sync_held_back_as_it_was_dropped_has_no_values() -> None:
+    model = zshard.wrap(models.build("blocks"))
+    with zshard.no_sync(model):
+        models.loss_of(model, models.batches("blocks", 1)[0]).backward()
+    grad = model.get_parameter("inlet.weight").grad
+    assert grad is not None
+    alias = grad.detach()
+    model.zero_grad()
+    with pytest.raises(zshard.StateError, match="never reduced"):
+        alias * 1.0
+
+
+def test_a_gradient_first_seen_in_inference_mode_may_be_changed_later() -> None:
+    model = zshard.wrap(models.build("blocks"))
+    models.loss_of(model, models.batches("blocks", 1)[0]).backward()
+    with torch.inference_mode():
+        zshard.clip_grad_norm_([*model.parameters()][:3], 1e-3)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+
+def clip_held_back(rank: int, world_size: int, norm_type: float) -> None:
+    model, _ = backward()
+    with zshard.no_sync(model):  # on one rank there would be nothing to hold back
+        models.loss_of(model, models.batches("blocks", 1)[0]).backward()
+    with pytest.raises(zshard.StateError, match="held back by zshard"):
+        zshard.clip_grad_norm_(model, 1.0, norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_clipping_gradients_that_no_sync_holds_back_is_refused(norm_type: float) -> None:
+    run_ranks(clip_held_back, 2, norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_clipping_inside_a_backward_is_refused_and_changes_nothing(norm_type: float) -> None:
+    model, _ = backward()
+    expected = zshard.full_grad(model, "inlet.weight")
+    assert expected is not None
+
+    def hook(*_: object) -> None:
+        zshard.clip_grad_norm_(model, 1e-3, norm_type)
+
+    handle = model.get_submodule("outlet").register_full_backward_hook(hook)
+    with pytest.raises(zshard.StateError, match="between steps"):
+        models.loss_of(model, models.batches("blocks", 1)[0]).backward()
+    handle.remove()
+    zshard.reset(model)
+    model.zero_grad()
+    models.loss_of(model, models.batches("blocks", 1)[0]).backward()
+    assert torch.equal(zshard.full_grad(model, "inlet.weight"), expected)
+
+
+def test_a_scaled_step_is_skipped_where_the_norm_of_finite_gradients_has_overflowed() -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(nn.Linear(64, 4, bias=False))
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    scaler = zshard.GradScaler("cpu", init_scale=2.0**100)
+    before = zshard.full_param(model, "weight")
+    scaler.scale(model(torch.full((1, 64), 1e8)).sum()).backward()  # gradients of 1e38
+    assert math.isinf(zshard.clip_grad_norm_(model, math.inf))
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(zshard.full_param(model, "weight"), before)
+    assert scaler.get_scale() == 2.0**99
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_a_fused_optimizer_that_would_divide_16_bit_gradients_is_refused(reduce: str) -> None:
+    model, _ = backward(REDUCE[reduce])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = zshard.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))  # what makes its scale
+    if reduce == "fp32":
+        scaler.step(optimizer)
+        return
+    before = zshard.state_dict(model)
+    with pytest.raises(zshard.OptimizerError, match=r"inlet\.weight.* is torch\.bfloat16"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, zshard.state_dict(model).values(), before.values()))
+
+
+@pytest.mark.parametrize("wrong", [10**400, torch.tensor(1j)])
+def test_a_number_that_is_none_is_refused(wrong: object) -> None:
+    model, _ = backward()
+    with pytest.raises(zshard.InputError, match="max_norm"):
+        zshard.clip_grad_norm_(model, wrong)  # type: ignore[arg-type]
+    with pytest.raises(zshard.InputError, match="norm_type"):
+        zshard.clip_grad_norm_(model, 1.0, wrong)  # type: ignore[arg-type]
