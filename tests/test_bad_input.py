@@ -226,10 +226,10 @@ def unlike_models(rank: int, world_size: int, difference: str, comm: str, init: 
         ("init", "with different options: init: {init} on ranks [0]; broadcast on ranks [1]"),
         ("prefetch", "with different options: prefetch: 1 on ranks [0]; 2 on ranks [1]"),
         ("name", "only some ranks have the parameter 'inlet.weight': ranks [0] do"),
-        ("shape", "outlet.weight: rank 0 and ranks [1] differ in shape: (1, 7) on rank 0, (2, 7)"),
-        ("dtype", "outlet.weight: rank 0 and ranks [1] differ in dtype: 'torch.float32'"),
-        ("unit", "blocks.0.norm.weight: rank 0 and ranks [1] differ in unit: 'blocks.0' on rank 0"),
-        ("requires_grad", "outlet.bias: rank 0 and ranks [1] differ in requires_grad"),
+        ("shape", "outlet.weight: rank 0 and rank 1 differ in shape: (1, 7) on rank 0, (2, 7)"),
+        ("dtype", "outlet.weight: rank 0 and rank 1 differ in dtype: 'torch.float32'"),
+        ("unit", "blocks.0.norm.weight: rank 0 and rank 1 differ in unit: 'blocks.0' on rank 0"),
+        ("requires_grad", "outlet.bias: rank 0 and rank 1 differ in requires_grad"),
         ("missing", "blocks.3"),
     ],
 )
@@ -244,7 +244,7 @@ def test_ranks_whose_models_differ_are_told_where_on_every_rank(
 
 def test_ranks_whose_values_differ_are_told_where_on_every_rank() -> None:
     for message in run_ranks(unlike_models, 2, "values", "auto", "check"):
-        assert "blocks.2.up.bias: rank 0 and ranks [1] have different values" in message, message
+        assert "blocks.2.up.bias: rank 0 and rank 1 have different values" in message, message
 
 
 WRONG: list[dict[str, object]] = [

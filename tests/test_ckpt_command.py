@@ -203,6 +203,25 @@ def test_what_was_exported_can_be_looked_at_verified_and_loaded(
         zshard.load(tmp_path / "a", other, zshard.AdamW(other.parameters()))
 
 
+@pytest.mark.parametrize("inside", ["", "checkpoints"])  # as of a run of zshard train
+def test_verify_of_a_folder_reads_each_of_its_checkpoints(
+    folder: Path, tmp_path: Path, inside: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "run" / inside
+    shutil.copytree(folder, place)
+    status, text, errors = ckpt(capsys, "verify", tmp_path / "run")
+    assert (status, len(text.splitlines()), errors) == (0, 3, "")
+    assert ckpt(capsys, "info", tmp_path / "run")[1] == ckpt(capsys, "info", place)[1]
+    flip(place / "step-2" / "model.safetensors", -1)
+    status, text, errors = ckpt(capsys, "verify", tmp_path / "run")
+    assert (status, len(text.splitlines())) == (1, 2)
+    assert "step-2" in errors and "step-1" not in errors
+    flip(place / "step-1" / "checkpoint.json", 200)
+    status, text, errors = ckpt(capsys, "verify", tmp_path / "run")
+    assert (status, len(text.splitlines())) == (1, 1)
+    assert f"{place / 'step-1'}: damaged" in errors
+
+
 @pytest.mark.parametrize("action", ["info", "verify"])
 def test_where_there_is_no_checkpoint_the_path_is_named(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -77,8 +77,8 @@ def wrap(
         mesh: the ranks to shard over: None (the default process group, or one rank if there is
             none), a ProcessGroup, or a 1-D DeviceMesh. A 2-D DeviceMesh is (replicate, shard),
             HSDP: sharded inside, the shards' gradients summed across. Over torch's fake backend
-            this process is one rank of as many as that has; see [Note: what a simulated rank's
-            numbers mean].
+            this process is one rank of as many as that has, alone: memory, calls and the order of
+            events are those of so many, values are of no model.
         comm: how the ranks of the sharding group reach each other. "group": by the process group's
             collectives. "peer": they read each other's memory, which they share; every rank has to
             be a process on one Linux host, on the CPU or with a GPU of its own. "auto": what the
@@ -94,8 +94,8 @@ def wrap(
             where the other parameters are, or else to the current GPU under NCCL, or to the CPU.
         init_fn: for a model on the meta device: called as ``init_fn(module)``, without autograd,
             once for every module that itself owns parameters or buffers there, and writes them
-            all. One unit is whole at a time; see [Note: the order of initialisation]. Every rank
-            draws rank 0's random numbers meanwhile, and has its own generators' states afterwards.
+            all. One unit is whole at a time, in the order of the unit map. Every rank draws rank
+            0's random numbers meanwhile, and has its own generators' states afterwards.
             None: such a model gets memory without values, each rank's shards alone, and refuses to
             run until ``zshard.load`` or ``zshard.load_weights`` brings them.
 

@@ -22,6 +22,7 @@ from . import files
 from .manifest import NAME
 from .manifest_reading import check_files, read_manifest, read_sequence
 
+RUN_FOLDER = "checkpoints"  # in the folder of a run of ``zshard train``
 _REPLACED = ".replaced"
 _OWN = re.compile(
     r"(model|master|optimizer|rng)(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
@@ -90,7 +91,7 @@ def find(target: str) -> str:
     if vacant and files.exists(os.path.join(replaced(target), NAME)):
         return replaced(target)
     if not files.exists(target):
-        raise CheckpointError(f"{target}: no checkpoint: it does not exist")
+        raise CheckpointError(f"{target}: there is no checkpoint: it does not exist")
     if not files.is_folder(target):
         raise CheckpointError(f"{target}: is a file; a checkpoint is a folder with {NAME}")
     raise CheckpointError(f"{target}: is not a zshard checkpoint: it has no {NAME}")

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from ..errors import CheckpointError
 from . import inspect
+from .catalogue import RUN_FOLDER
 from .inspect import Listing, Summary
 
 _EXTRA_CHARACTERS = 300
@@ -27,15 +28,16 @@ def add_ckpt(parser: argparse.ArgumentParser) -> None:
         description="What a checkpoint holds, and whether its files are there with their sizes "
         "and headers; or one line for each of a folder's checkpoints.",
     )
-    info.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of checkpoints")
+    what = "a checkpoint, a folder of checkpoints, or that of a run of zshard train"
+    info.add_argument("path", metavar="PATH", help=what)
     info.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     verify = actions.add_parser(
         "verify",
         help="read all of a checkpoint and check it",
         description="Reads all of a checkpoint and checks every header and every checksum. Names "
-        "what is damaged, and then ends with status 1.",
+        "what is damaged, and then ends with status 1. Of a folder, each of its checkpoints.",
     )
-    verify.add_argument("path", metavar="PATH", help="a checkpoint")
+    verify.add_argument("path", metavar="PATH", help=what)
 
 
 def run_ckpt(action: str, path: str, *, as_json: bool = False) -> int:
@@ -44,14 +46,17 @@ def run_ckpt(action: str, path: str, *, as_json: bool = False) -> int:
     Raises:
         CheckpointError: if there is no checkpoint at ``path``, or its manifest is damaged.
     """
-    if action == "verify":
-        return _verify(path)
     if not inspect.is_checkpoint(path) and os.path.isdir(path):
-        listing = inspect.list_folder(path)
+        inside = os.path.join(path, RUN_FOLDER)
+        listing = inspect.list_folder(inside if os.path.isdir(inside) else path)
         if not listing.checkpoints and not listing.unreadable:
             raise CheckpointError(f"{path}: is not a checkpoint, and contains none")
+        if action == "verify":
+            return _verify_each(listing)
         print(json.dumps(listing.as_json(), indent=2) if as_json else _lines(listing))
         return 0
+    if action == "verify":
+        return _verify(path)
     summary = inspect.summarize(path)
     print(json.dumps(summary.as_json(), indent=2) if as_json else _page(summary))
     return 0
@@ -101,6 +106,13 @@ def _megabytes(nbytes: int) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _EXTRA_CHARACTERS else text[:_EXTRA_CHARACTERS] + "..."
+
+
+def _verify_each(listing: Listing) -> int:
+    for path, why in listing.unreadable.items():
+        print(f"{path}: damaged\n  {why}", file=sys.stderr)
+    statuses = [_verify(summary.path) for summary in listing.checkpoints]
+    return max([*statuses, int(bool(listing.unreadable))])
 
 
 def _verify(path: str) -> int:

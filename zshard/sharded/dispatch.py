@@ -184,13 +184,14 @@ def _remedy(param: Sharded) -> str:
     )
     if param.flat.schedule.executor.state is not TrainingState.IDLE:
         return (
-            f"It {unit}. Or else the forward of {label!r} was called past the module: "
-            "module(...), not module.forward(...), gathers."
+            f"It {unit}. Or else {label!r} was called past its forward: module(...), not "
+            "module.forward(...), gathers, and other methods do after zshard.method(model, name)."
         )
     return (
         "Work on whole parameters inside zshard.full_params(model), with write=True to change "
         "them. In a forward, that was called past the module (model(...), not model.forward(...), "
-        f"gathers), or the parameter {unit}."
+        "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
+        f"parameter {unit}."
     )
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import cast
 
 from ..checkpoint import latest
+from ..checkpoint.catalogue import RUN_FOLDER
 from ..checkpoint.inspect import is_checkpoint, list_folder, summarize
 from ..checkpoint.manifest import Json
 from ..errors import InputError
 
-FOLDER = "checkpoints"  # in a run's output folder
+FOLDER = RUN_FOLDER
 _PROGRAM = "zshard train"
 
 

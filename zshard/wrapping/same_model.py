@@ -113,7 +113,7 @@ def _compare(name: str, facts: Sequence[_Fact | None]) -> None:
     field = next(f for f in _Fact._fields if getattr(first, f) != getattr(other, f))
     a, b = getattr(first, field), getattr(other, field)
     raise MismatchError(
-        f"parameter {name}: rank 0 and ranks {differing} differ in {field}: {a!r} on rank 0, "
+        f"parameter {name}: {_with_rank_0(differing)} differ in {field}: {a!r} on rank 0, "
         f"{b!r} on rank {differing[0]}. Every rank must build the same model."
     )
 
@@ -160,8 +160,13 @@ def same_values(
     for name, *digests in zip(names, *theirs, strict=True):
         if differing := [rank for rank, seen in enumerate(digests) if seen != digests[0]]:
             raise MismatchError(
-                f"parameter {name}: rank 0 and ranks {differing} have different values; {remedy}"
+                f"parameter {name}: {_with_rank_0(differing)} have different values; {remedy}"
             )
+
+
+def _with_rank_0(others: Sequence[int]) -> str:
+    many = f"ranks {[*others]}" if len(others) > 1 else f"rank {others[0]}"
+    return f"rank 0 and {many}"
 
 
 def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
