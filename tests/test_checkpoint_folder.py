@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import models
@@ -13,6 +14,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
+from zshard.checkpoint import catalogue, files
 
 
 def plain(seed: int = 0) -> nn.Module:
@@ -69,16 +71,37 @@ def test_a_link_is_neither_counted_nor_deleted_by_keep(tmp_path: Path) -> None:
 def test_other_saves_into_the_same_folder_are_left_alone(tmp_path: Path) -> None:
     model = plain()
     dead, alive = (tmp_path / f".b.{digit * 32}.saving" for digit in "01")
-    for folder in (dead, alive):
-        folder.mkdir()
-        (folder / "model.safetensors").touch()
-    from zshard.checkpoint import catalogue
-
+    dead.mkdir()
+    (dead / "model.safetensors").touch()
     with catalogue.claimed(str(alive)):
+        (alive / "model.safetensors").touch()
         zshard.save(tmp_path / "a", model)
         assert sorted(os.listdir(tmp_path)) == [alive.name, "a"]
     zshard.save(tmp_path / "a", model)
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_save_that_begins_is_left_alone_from_its_first_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def between(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            catalogue.tidy(str(tmp_path / "another"))  # what any save beside it begins with
+            done = real(*args)
+            catalogue.tidy(str(tmp_path / "another"))
+            calls.append(name)
+            return done
+
+        return call
+
+    for name in ("make_folder", "rename"):
+        monkeypatch.setattr(files, name, between(name, getattr(files, name)))
+    zshard.save(tmp_path / "a", plain())
+    assert calls == ["make_folder", "rename", "rename"]
+    assert os.listdir(tmp_path) == ["a"]
+    assert zshard.load(tmp_path / "a", plain()).extra is None
 
 
 def replaced_while_read(rank: int, size: int, folder: str) -> None:

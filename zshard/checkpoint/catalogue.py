@@ -1,7 +1,9 @@
 """Checkpoints in a folder: which are whole, which is the newest, and what killed saves leave.
 
 [Note: how a checkpoint takes its place]
-A save writes into FOLDER/.NAME.ID.saving and then renames that to FOLDER/NAME, which is atomic.
+A save writes into FOLDER/.NAME.ID.saving and then renames that to FOLDER/NAME, which is atomic. It
+holds a lock of the folder, by which other saves beside it see that it is alive; until it has that
+the folder is called .NAME.ID.starting, which they leave alone.
 There is no atomic exchange of two folders among the ordinary calls, so where NAME is a checkpoint
 already, that is renamed to .NAME.replaced before, and removed after. Killed between the two
 renames, a save leaves .NAME.replaced alone, and so that is what there is at NAME: for a load, for
@@ -28,7 +30,7 @@ _OWN = re.compile(
     r"(model|master|optimizer|rng)(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     rf"|{re.escape(NAME)}|(generation_)?config\.json"
 )
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(saving|deleted)")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<what>starting|saving|deleted)")
 
 
 def absolute(path: object, *, resolve: bool = True) -> str:
@@ -204,7 +206,12 @@ def tidy(target: str) -> None:
     folder, own = os.path.split(target)
     names = files.names_in(folder)
     leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
-    dead = [m for m in leftovers if m["name"] == own or _is_free(os.path.join(folder, m[0]))]
+    dead = [
+        m
+        for m in leftovers
+        # One that is starting is free for a moment.
+        if m["name"] == own or (m["what"] != "starting" and _is_free(os.path.join(folder, m[0])))
+    ]
     alive = {m["name"] for m in leftovers} - {m["name"] for m in dead}
     if dead or any(_home(name) for name in names):
         # The killed save may not have synced its renames: without them this would be removed from
@@ -286,11 +293,19 @@ def _is_saved(target: str) -> Iterator[None]:
 
 @contextmanager
 def claimed(path: str) -> Iterator[None]:
-    """Mark the save in ``path`` as alive, for other saves into the same folder."""
-    folder = files.File(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Make the folder ``path`` of a save, which for other saves beside it is alive at once."""
+    starting = f"{os.path.splitext(path)[0]}.starting"
+    files.make_folder(starting)
+    folder = files.File(starting, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            files.rename(starting, path)
+        except CheckpointError:
+            with suppress(CheckpointError):
+                files.remove(starting)
+            raise
         yield
     finally:
         with suppress(CheckpointError):  # the ranks have agreed already on how the save ended

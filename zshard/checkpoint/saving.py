@@ -189,7 +189,6 @@ class Job:
         files.make_parents(os.path.dirname(self.target))
         catalogue.tidy(self.target)
         catalogue.check_target(self.target, exported=self._contents.exported)
-        files.make_folder(self._place)
         claim.enter_context(catalogue.claimed(self._place))
         for planned in self._files:
             with File.create(os.path.join(self._place, planned.name)) as file:
