@@ -9,13 +9,16 @@ import weakref
 from datetime import timedelta
 from pathlib import Path
 
+import models
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoints import build, train
 from ranks import run_ranks
 from torch import nn
 
 import zshard
+from zshard.transports.control import control_group
 
 
 def started(rank: int, **options: object) -> tuple[nn.Module, zshard.AdamW]:
@@ -127,3 +130,32 @@ def late(rank: int, size: int, folder: str) -> None:
 
 def test_after_a_rank_was_too_slow_for_one_the_next_works(tmp_path: Path) -> None:
     run_ranks(late, 2, str(tmp_path))
+
+
+def in_pairs(rank: int, size: int, folder: str) -> None:
+    """Asynchronous saves of models on ranks 0 and 1, then on 1 and 2, then on all three."""
+    for ranks in ([0, 1], [1, 2]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            model = zshard.wrap(models.build("blocks"), mesh=group)
+            zshard.save(f"{folder}/{ranks[0]}", model, asynchronous=True).wait()
+    zshard.save(f"{folder}/all", zshard.wrap(models.build("blocks")), asynchronous=True).wait()
+
+
+def test_ranks_that_are_in_different_numbers_of_groups_save_together(tmp_path: Path) -> None:
+    run_ranks(in_pairs, 3, str(tmp_path), timeout=60)
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "all"]
+
+
+def beside(rank: int, size: int) -> list[int]:
+    """The control group of a group of two, of which one is in another group too."""
+    dist.new_group([0])
+    pair = dist.new_group([0, 1])
+    if rank == 2:
+        return []
+    made = control_group(pair, torch.device("cpu"))
+    return dist.get_process_group_ranks(made)
+
+
+def test_a_control_group_is_made_by_ranks_that_are_in_different_numbers_of_groups() -> None:
+    assert run_ranks(beside, 3, timeout=60) == [[0, 1], [0, 1], []]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..comm import Comm
 from ..errors import CheckpointError, CommError
 from ..tag import Tag
-from ..transports.control import timeout_of
+from ..transports.control import groups_joined, make_group, timeout_of
 from ..transports.refusal import Refusal, raise_together
 
 T = TypeVar("T")
@@ -96,13 +96,12 @@ class Background(Peers):
         made = self._made.setdefault(dist.group.WORLD, {})
         key = comm.ranks, timeout
         # A failure need not have been seen on every rank.
-        facts = comm.all_gather_object((dist.get_rank(), key in made), Tag(None, what))
-        ranks, there = zip(*cast("list[tuple[int, bool]]", facts), strict=True)
+        mine = dist.get_rank(), key in made, groups_joined()
+        facts = comm.all_gather_object(mine, Tag(None, what))
+        ranks, there, joined = zip(*cast("list[tuple[int, bool, int]]", facts), strict=True)
         if not all(there):
             with comm.named_errors("new_group", Tag(None, what)):
-                group = dist.new_group(
-                    list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
-                )
+                group = make_group(ranks, timeout, max(joined))
             made[key] = group, ThreadPoolExecutor(1, "zshard-save")
         self._group, self.thread = made[key]
         self._forget = partial(made.pop, key, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,29 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return found
 
 
+def groups_joined() -> int:
+    """How many process groups this process is in, as torch counts them."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def make_group(ranks: Sequence[int], timeout: timedelta, joined: int) -> dist.ProcessGroup:
+    """A gloo group of ``ranks``, all of which call this, and no others.
+
+    Args:
+        joined: the most that ``groups_joined`` says on any of them.
+    """
+    # A group of all is named by a count that all share. Those that make one by themselves look for
+    # each other under a name that torch takes from the ranks and from how many groups a process is
+    # in, which has to be the same.
+    alone = len(ranks) < dist.get_world_size()
+    while alone and groups_joined() < joined:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=alone
+    )
+    return made
+
+
 def control_group(beside: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A gloo group of the ranks of ``beside``, the group for ``device``, with its timeout.
 
@@ -32,7 +56,7 @@ def control_group(beside: dist.ProcessGroup, device: torch.device) -> dist.Proce
     assert dist.group.WORLD is not None
     groups = _GROUPS.setdefault(dist.group.WORLD, {})
     if (ranks, timeout) not in groups:
-        groups[ranks, timeout] = dist.new_group(
-            list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
-        )
+        joined = torch.tensor([groups_joined()], device=device)
+        dist.all_reduce(joined, dist.ReduceOp.MAX, beside)
+        groups[ranks, timeout] = make_group(ranks, timeout, int(joined))
     return groups[ranks, timeout]
