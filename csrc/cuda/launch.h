@@ -28,12 +28,12 @@ void check(cudaError_t status, const char* op);
 // Bytes that the arguments of a kernel may have, from sm_70 on.
 inline constexpr size_t kMaxParamBytes = 32'764;
 
-// [Note: kernels that follow] From sm_90 on a kernel may be launched to follow its predecessor on the
-// stream. As soon as each block of the predecessor has called let_follow() or ended, blocks of the
-// follower take what room there is. Every block of a follower has to call await_predecessor(), and
-// before that touch nothing that another kernel uses: then whoever comes behind the follower comes
-// behind its predecessor as well. Where one of the two has few blocks this hides the launch: 1 to
-// 2 us of an H200.
+// [Note: kernels that follow] From sm_90 on a kernel may be launched to follow its predecessor on
+// the stream. As soon as each block of the predecessor has called let_follow() or ended, blocks of
+// the follower take what room there is. Every block of a follower has to call await_predecessor(),
+// and before that touch nothing that another kernel uses: then whoever comes behind the follower
+// comes behind its predecessor as well. Where one of the two has few blocks this hides the launch:
+// 1 to 2 us of an H200.
 __device__ __forceinline__ void let_follow() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();

@@ -95,8 +95,7 @@ void reduce_adamw(const ReduceAdamwArgs& args) {
             for (int64_t rank = 0; rank < args.peers.count; ++rank)
                 aligned &= is_aligned<kSquareGroup>(args.peers.row<Peer>(rank));
             launch(kOp, Order::kFollowing, reduce_adamw_kernel<decltype(split)::value, Peer, Send>,
-                                      static_cast<unsigned>(blocks), kThreads, operands, plan,
-                                      aligned, partials);
+                   static_cast<unsigned>(blocks), kThreads, operands, plan, aligned, partials);
         });
     if (args.stats != nullptr) finish_stats(kOp, partials, blocks, args.stats);
 }

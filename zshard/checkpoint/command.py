@@ -48,7 +48,8 @@ def run_ckpt(action: str, path: str, *, as_json: bool = False) -> int:
     """
     if not inspect.is_checkpoint(path) and os.path.isdir(path):
         inside = os.path.join(path, RUN_FOLDER)
-        listing = inspect.list_folder(inside if os.path.isdir(inside) else path)
+        of_run = os.path.isdir(inside) and not inspect.is_checkpoint(inside)
+        listing = inspect.list_folder(inside if of_run else path)
         if not listing.checkpoints and not listing.unreadable:
             raise CheckpointError(f"{path}: is not a checkpoint, and contains none")
         if action == "verify":
