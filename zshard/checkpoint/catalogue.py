@@ -17,7 +17,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import CheckpointError, InputError
 from . import files
@@ -296,16 +296,19 @@ def claimed(path: str) -> Iterator[None]:
     """Make the folder ``path`` of a save, which for other saves beside it is alive at once."""
     starting = f"{os.path.splitext(path)[0]}.starting"
     files.make_folder(starting)
-    folder = files.File(starting, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
+        with ExitStack() as until_renamed:
+            folder = files.File(starting, os.O_RDONLY | os.O_DIRECTORY)
+            until_renamed.callback(folder.close)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             files.rename(starting, path)
-        except CheckpointError:
-            with suppress(CheckpointError):
-                files.remove(starting)
-            raise
+            until_renamed.pop_all()
+    except CheckpointError:
+        with suppress(CheckpointError):
+            files.remove(starting)
+        raise
+    try:
         yield
     finally:
         with suppress(CheckpointError):  # the ranks have agreed already on how the save ended
