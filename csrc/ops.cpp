@@ -248,29 +248,8 @@ void reduce_peers_(const Tensor& acc, const Tensors& peers, double scale, bool a
 void clip_factor_(const Tensor& factor, const Tensor& norm, const Tensor& squares, double max_norm,
                   const MaybeTensor& scale) {
     const Checks check("clip_factor_", factor);
-    const bool wide = factor.scalar_type() == ScalarType::Double;
-    const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
-    for (const auto& [name, t, wanted] :
-         {std::tuple("factor", &factor, type), std::tuple("norm", &norm, type),
-          std::tuple("squares", &squares, ScalarType::Double)}) {
-        check.flat(name, *t);
-        check.type(name, *t, wanted);
-        check.numel(name, *t, 1);
-    }
-    const void* by = check.optional_flat<void>("scale", scale, type, 1);
-    for (const auto& [name, t] : {std::tuple("factor", &factor), std::tuple("norm", &norm)}) {
-        refuse_shared(check, "squares", squares, name, *t);
-        if (scale) refuse_shared(check, "scale", *scale, name, *t);
-    }
-    refuse_shared(check, "norm", norm, "factor", factor);
     launch<cpu::clip_factor, cuda::clip_factor>(
-        check, factor,
-        ClipArgs{.factor = factor.data_ptr(),
-                 .norm = norm.data_ptr(),
-                 .scale = by,
-                 .dtype = wide ? Dtype::kFloat64 : Dtype::kFloat32,
-                 .squares = static_cast<const double*>(squares.data_ptr()),
-                 .max_norm = max_norm});
+        check, factor, clip_args(check, factor, norm, squares, max_norm, scale));
 }
 
 void adamw_(const Tensors& masters, const Tensors& lows, const Tensors& exp_avgs,

@@ -1,5 +1,5 @@
-// The door that adamw_, sgd_ and reduce_adamw_ share: their tensors, checked, as the launchers take
-// them.
+// The door of what an optimizer's step takes, adamw_, sgd_, reduce_adamw_ and clip_factor_: their
+// tensors, checked, as the launchers take them.
 #pragma once
 
 #include <array>
@@ -171,6 +171,31 @@ inline ReduceAdamwArgs reduce_adamw_args(const Checks& check, const Tensor& mast
          .numel = numel});
     if (master.is_cpu()) check_segments(check, args.optim, /*ascending=*/true);
     return args;
+}
+
+inline ClipArgs clip_args(const Checks& check, const Tensor& factor, const Tensor& norm,
+                          const Tensor& squares, double max_norm, const MaybeTensor& scale) {
+    const bool wide = factor.scalar_type() == ScalarType::Double;
+    const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
+    for (const auto& [name, t, wanted] :
+         {std::tuple("factor", &factor, type), std::tuple("norm", &norm, type),
+          std::tuple("squares", &squares, ScalarType::Double)}) {
+        check.flat(name, *t);
+        check.type(name, *t, wanted);
+        check.numel(name, *t, 1);
+    }
+    const void* by = check.optional_flat<void>("scale", scale, type, 1);
+    for (const auto& [name, t] : {std::tuple("factor", &factor), std::tuple("norm", &norm)}) {
+        refuse_shared(check, "squares", squares, name, *t);
+        if (scale) refuse_shared(check, "scale", *scale, name, *t);
+    }
+    refuse_shared(check, "norm", norm, "factor", factor);
+    return {.factor = factor.data_ptr(),
+            .norm = norm.data_ptr(),
+            .scale = by,
+            .dtype = wide ? Dtype::kFloat64 : Dtype::kFloat32,
+            .squares = static_cast<const double*>(squares.data_ptr()),
+            .max_norm = max_norm};
 }
 
 }  // namespace zshard

@@ -292,6 +292,12 @@ def test_a_limit_on_another_device_is_taken_in_the_norms_dtype_and_not_waited_fo
     assert shown is None
 
 
+def assert_same_gradients(model: torch.nn.Module, plain: torch.nn.Module) -> None:
+    for name, parameter in plain.named_parameters():
+        clipped = zshard.full_grad(model, name)
+        torch.testing.assert_close(clipped, parameter.grad, rtol=1e-5, atol=1e-9, msg=name)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])
 def test_a_limit_that_is_not_waited_for_clips(
     monkeypatch: pytest.MonkeyPatch, norm_type: float
@@ -305,9 +311,7 @@ def test_a_limit_that_is_not_waited_for_clips(
     ours = zshard.clip_grad_norm_(model, limit, norm_type)
     theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), LIMIT, norm_type)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    for name, parameter in plain.named_parameters():
-        clipped = zshard.full_grad(model, name)
-        torch.testing.assert_close(clipped, parameter.grad, rtol=1e-5, atol=1e-9, msg=name)
+    assert_same_gradients(model, plain)
 
 
 def test_an_fp64_model_is_clipped_twice_after_its_fp32_loss_scale_was_taken_away() -> None:
@@ -344,6 +348,4 @@ def test_clipping_twice_clips_the_clipped(norm_types: tuple[float, float]) -> No
         ours = zshard.clip_grad_norm_(model, limit, norm_type)
         theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    for name, parameter in plain.named_parameters():
-        clipped = zshard.full_grad(model, name)
-        torch.testing.assert_close(clipped, parameter.grad, rtol=1e-5, atol=1e-9, msg=name)
+    assert_same_gradients(model, plain)
