@@ -216,9 +216,10 @@ def test_verify_of_a_folder_reads_each_of_its_checkpoints(
     status, text, errors = ckpt(capsys, "verify", tmp_path / "run")
     assert (status, len(text.splitlines())) == (1, 2)
     assert "step-2" in errors and "step-1" not in errors
+    flip(place / "step-2" / "model.safetensors", -1)  # whole again
     flip(place / "step-1" / "checkpoint.json", 200)
     status, text, errors = ckpt(capsys, "verify", tmp_path / "run")
-    assert (status, len(text.splitlines())) == (1, 1)
+    assert (status, len(text.splitlines())) == (1, 2)
     assert f"{place / 'step-1'}: damaged" in errors
 
 
