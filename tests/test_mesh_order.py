@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from ranks import run_ranks
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zshard
@@ -49,3 +50,51 @@ def test_rows_or_columns_in_different_orders_are_refused_on_every_rank(
 ) -> None:
     for refusal in run_ranks(one_step, 4, rows, "auto"):
         assert str(rows) in refusal and said in refusal
+
+
+def misfits(
+    rank: int, world_size: int, rows: Sequence[int] | Sequence[Sequence[int]], comm: str
+) -> list[str]:
+    """What a rank is told where the process of the highest number does as the others do not."""
+    mesh = DeviceMesh("cpu", rows)
+    if mesh.get_coordinate() is None:
+        return []
+    said = []
+    last = max(mesh.mesh.flatten().tolist())
+    model = models.build("odd_parameters")
+    if rank == last:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+    with pytest.raises(zshard.MismatchError) as values:
+        zshard.wrap(model, mesh=mesh, comm=comm)
+    said.append(str(values.value))
+    kind, units = (ArithmeticError, one_fails) if rank == last else (zshard.WrapError, None)
+    with pytest.raises(kind) as refused:
+        zshard.wrap(nn.Linear(2, 2), mesh=mesh, comm=comm, units=units)
+    said.append(str(refused.value))
+    model = zshard.wrap(models.build("odd_parameters"), mesh=mesh, comm=comm)
+    with pytest.raises(zshard.MismatchError) as begun:
+        if rank == last:
+            zshard.full_grad(model, next(name for name, _ in model.named_parameters()))
+        else:
+            model(models.batches("odd_parameters", 1, rank)[0])
+    said.append(str(begun.value))
+    return said
+
+
+def one_fails(name: str, module: nn.Module) -> bool:
+    raise ArithmeticError("no unit")
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("rows", [[1, 3], [[0, 2], [1, 3]], [[2, 0], [3, 1]]])
+def test_errors_number_the_ranks_as_torch_does(
+    rows: Sequence[int] | Sequence[Sequence[int]], comm: str
+) -> None:
+    members = sorted(torch.tensor(rows).flatten().tolist())
+    told = run_ranks(misfits, 4, rows, comm)
+    for rank in members:
+        values, refused, begun = told[rank]
+        assert f"rank {members[0]} and rank 3 have different values" in values
+        assert refused == ("no unit" if rank == 3 else "rank 3: ArithmeticError: no unit")
+        assert "rank 3: full_grad" in begun and f"rank {members[0]}: a forward" in begun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, cast
@@ -57,9 +57,11 @@ class Comm:
         transport: Transport,
         failure: Exception | None = None,
     ) -> None:
-        replicas, shards = groups_of(mesh)
+        replicas, shards, members = groups_of(mesh)
         self.shards = ranks_of(shards, device)  # the sharding group
         self.replicas = ranks_of(replicas, device)  # the ranks that hold the same shard (HSDP)
+        # What errors number the ranks by: torch.distributed's global ranks, by `world_rank`.
+        self.members = members
         # The global ranks along both axes: models that have these in common meet each other.
         self.ranks = self.shards.members, self.replicas.members
         self.broken = False  # a collective has failed; those to come cannot be expected to work
@@ -75,7 +77,7 @@ class Comm:
         there = neighbours_of(self.shards)
         mine = asked, Refusal.of(failure), there.token if there else ""
         told = self.all_gather_object(mine, Tag(None, "wrap", about="arguments"))
-        agree_on_transport(told, failure, self.shards, self.replicas.rank, there)
+        agree_on_transport(told, members, failure, self.shards, self.replicas.rank, there)
         self.may_fall_back = asked == "auto"  # where there is too little memory to share
         self._in_group = self.shards
         with self.named_errors("all_gather_object", Tag(None, "wrap", about="hosts")):
@@ -102,6 +104,21 @@ class Comm:
     def world_rank(self) -> int:
         """This rank's place among all of them, replica by replica."""
         return self.replicas.rank * self.shards.size + self.shards.rank
+
+    @property
+    def me(self) -> str:
+        """What errors call this rank."""
+        place, number = self.world_rank, self.members[self.world_rank]
+        among = f"{place} of {self.world_size}"
+        return f"rank {among}" if number == place else f"rank {number} ({among} in the mesh)"
+
+    def name(self, place: int) -> str:
+        """What errors call the rank whose ``world_rank`` is ``place``."""
+        return f"rank {self.members[place]}"
+
+    def names(self, places: Iterable[int]) -> str:
+        """What errors call several ranks."""
+        return f"ranks {[self.members[place] for place in places]}"
 
     def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
         """(numel,): memory for what the shards' collectives take from this rank.
@@ -292,9 +309,9 @@ class Comm:
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
         if self.left:
             raise CommError(
-                f"rank {self.world_rank} of {self.world_size}: {op} in {tag} is refused: "
-                f"{self.left}, which left that collective half done, and the other ranks would "
-                "mistake this one for it. Start the processes anew, from the last checkpoint."
+                f"{self.me}: {op} in {tag} is refused: {self.left}, which left that collective "
+                "half done, and the other ranks would mistake this one for it. Start the processes "
+                "anew, from the last checkpoint."
             )
         self.stats.calls[op] += 1
         self.stats.sent_bytes[op] += sent

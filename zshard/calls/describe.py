@@ -45,7 +45,7 @@ def describe(model: nn.Module) -> str:
     units = "1 unit" if len(schedule.units) == 1 else f"{len(schedule.units)} units"
     head = (
         f"{type(model).__name__}: {total:,} parameters in {units}, sharded "
-        f"over {over} on {schedule.device}; this is rank {comm.world_rank} of {comm.world_size}"
+        f"over {over} on {schedule.device}; this is {comm.me}"
     )
     table = tabulate(
         rows, _HEADS, tablefmt="plain", intfmt=",", disable_numparse=[0, 1] if rows else False

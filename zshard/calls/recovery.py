@@ -41,10 +41,10 @@ def recover(schedule: Schedule) -> None:
     )
     if any(not each.comm.shards.in_memory or each.comm.replicas.size > 1 for each in models):
         raise CommError(
-            f"rank {schedule.comm.world_rank} of {schedule.comm.world_size} cannot be brought back "
-            f"after it has given up ({neighbours.failed}): with replicas, or a model wrapped with "
-            "comm='group', the process group may be in the middle of a collective, too. Start the "
-            "processes anew, from the last checkpoint."
+            f"{schedule.comm.me} cannot be brought back after it has given up "
+            f"({neighbours.failed}): with replicas, or a model wrapped with comm='group', the "
+            "process group may be in the middle of a collective, too. Start the processes anew, "
+            "from the last checkpoint."
         )
     for each in models:
         each.comm.broken = True  # what is under way ends here

@@ -64,13 +64,13 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     tag = Tag(schedule.executor.step, "full_grad", "root")
     words = schedule.comm.all_gather_words([there, flat.grads.is_held_back(index)], tag)
     if held := [rank for rank, (_, held) in enumerate(words) if held]:
-        raise StateError(held_back(name, held))
+        raise StateError(held_back(name, f" on {schedule.comm.names(held)}"))
     if missing := [rank for rank, (there, _) in enumerate(words) if not there]:
         if len(missing) == len(words):
             return None
         raise MismatchError(
-            f"{call}: ranks {missing} have dropped the gradient (zero_grad, .grad = None), while "
-            "the others still have it. Drop it on every rank"
+            f"{call}: {schedule.comm.names(missing)} have dropped the gradient (zero_grad, "
+            ".grad = None), while the others still have it. Drop it on every rank"
         )
     flat.grads.before_access(index)
     return _whole(flat, index, gathered(flat, flat.grads.owned(), schedule))

@@ -30,7 +30,7 @@ class Peers:
 
     def __init__(self, comm: Comm, what: str) -> None:
         self.world_rank, self.world_size, self.what = comm.world_rank, comm.world_size, what
-        self._comm = comm
+        self.comm = comm
 
     def gather(self, stage: Callable[[], T]) -> list[T]:
         """Run ``stage`` on every rank; its results (picklable), in rank order.
@@ -49,7 +49,7 @@ class Peers:
             "list[tuple[Refusal | None, T]]",
             self._all_gather((Refusal.of(failure, CheckpointError), result)),
         )
-        raise_together(failure, [refusal for refusal, _ in everyone])
+        raise_together(failure, [refusal for refusal, _ in everyone], self.comm.members)
         return [each for _, each in everyone]
 
     def together(self, stage: Callable[[], T]) -> T:
@@ -65,7 +65,7 @@ class Peers:
     def _all_gather(self, item: object) -> list[object]:
         if self.world_size == 1:
             return [item]
-        return self._comm.all_gather_object(item, Tag(None, self.what))
+        return self.comm.all_gather_object(item, Tag(None, self.what))
 
 
 class Background(Peers):
@@ -116,9 +116,8 @@ class Background(Peers):
             dist.all_gather_object(everyone, item, self._group)
         except RuntimeError as error:
             self._forget()
-            ended = "".join(over.ended() for over in self._comm.axes)
+            ended = "".join(over.ended() for over in self.comm.axes)
             raise CommError(
-                f"rank {self.world_rank} of {self.world_size} lost another rank at {self.what}: "
-                f"{error}.{ended}"
+                f"{self.comm.me} lost another rank at {self.what}: {error}.{ended}"
             ) from error
         return [everyone[index] for index in self._order]

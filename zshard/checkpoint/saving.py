@@ -94,9 +94,9 @@ def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
     outcomes = peers.gather(lambda: (contents.id, contents.digest()))
     if differing := [r for r, (_, digest) in enumerate(outcomes) if digest != outcomes[0][1]]:
         raise MismatchError(
-            f"{peers.what}: ranks {differing} were given other arguments, or another state of the "
-            "optimizer, than rank 0. Pass the same on every rank; what differs, such as a loss, "
-            "gather first (torch.distributed.all_gather_object)."
+            f"{peers.what}: {peers.comm.names(differing)} were given other arguments, or another "
+            f"state of the optimizer, than {peers.comm.name(0)}. Pass the same on every rank; what "
+            "differs, such as a loss, gather first (torch.distributed.all_gather_object)."
         )
     return replace(contents, id=outcomes[0][0])
 

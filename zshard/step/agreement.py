@@ -293,9 +293,9 @@ class Agreement:
             # They are not to be met before they have reduced without this rank's gradients.
             self._drop_backward(Ending.STRAYED)
             raise StateError(
-                f"rank {self._comm.world_rank}: backward reached unit {unit.label!r} by another "
-                "way than the one before. The step's gradients are dropped on every rank. Repeat "
-                "the step; from then on this way is expected."
+                f"{self._comm.name(self._comm.world_rank)}: backward reached unit {unit.label!r} "
+                "by another way than the one before. The step's gradients are dropped on every "
+                "rank. Repeat the step; from then on this way is expected."
             )
         if not run.reduces:
             self._take_part_in_the_rest()

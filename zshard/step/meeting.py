@@ -211,9 +211,9 @@ def refuse_deleted(comm: Comm, asked: Sequence[int], members: Mapping[int, Membe
         if ranks := [rank for rank, there in rows if number not in there]:
             forgo_learning(members)
             raise MismatchError(
-                f"wrapped model {number} has been deleted on ranks {ranks}, while others still "
-                "need a unit of it. Delete a model only behind a later forward of another, or a "
-                "later call of zshard that all ranks make."
+                f"wrapped model {number} has been deleted on {comm.names(ranks)}, while others "
+                "still need a unit of it. Delete a model only behind a later forward of another, "
+                "or a later call of zshard that all ranks make."
             )
 
 
@@ -224,7 +224,7 @@ def tell(comm: Comm, label: str) -> str:
         label: what this one was.
     """
     everyone = comm.all_gather_object(label, Tag(None, "agree", about=label))
-    return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(everyone))
+    return "; ".join(f"{comm.name(rank)}: {what}" for rank, what in enumerate(everyone))
 
 
 def refuse(comm: Comm, label: str) -> NoReturn:
@@ -281,6 +281,6 @@ def refuse_trained(comm: Comm, names: str) -> NoReturn:
     name = min(set[str]().union(*sets) - sets[0].intersection(*sets))
     ranks = [rank for rank, each in enumerate(sets) if name in each]
     raise MismatchError(
-        f"{name} requires a gradient on ranks {ranks} alone; freeze and unfreeze parameters "
+        f"{name} requires a gradient on {comm.names(ranks)} alone; freeze and unfreeze parameters "
         "on every rank"
     )

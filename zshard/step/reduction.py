@@ -83,7 +83,7 @@ class Reducer:
         failure, told = attempt(self._pool.make_scratch, self._comm, tag)
         if told:
             self._pool.drop_scratch()  # some ranks may have made what others have not
-            raise_together(failure, told)
+            raise_together(failure, told, self._comm.members)
 
     # --- one backward ----------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Reducer:
         self.drop()
         if not self._ending.without_gradients:
             single = found.failures == 1
-            who = f"rank {found.failed_ranks}" if single else f"{found.failures} ranks"
+            who = self._comm.name(found.failed_ranks) if single else f"{found.failures} ranks"
             raise StateError(
                 f"on {who} a backward of this step (the last one, or one inside no_sync) raised an "
                 "exception, or took another way than before. The step's gradients are dropped on "

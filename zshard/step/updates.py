@@ -149,7 +149,7 @@ class Updates:
         if len(set(everyone)) == 1:
             return
         told = self._comm.all_gather_object(noted, Tag(None, "agree", about="a change"))
-        found = _first_difference(cast("list[dict[str, object]]", told))
+        found = _first_difference(cast("list[dict[str, object]]", told), self._comm)
         if len({tally.changes for tally in everyone}) > 1:
             raise MismatchError(
                 "an optimizer's step, or another change of parameters, was left out on some ranks: "
@@ -199,11 +199,11 @@ def note_states(name: str, param: torch.Tensor, states: Mapping[str, object]) ->
                 param.flat.schedule.updates.note_many(what, digest(value))
 
 
-def _first_difference(noted: Sequence[dict[str, object]]) -> str:
+def _first_difference(noted: Sequence[dict[str, object]], comm: Comm) -> str:
     """Which of the values that the ranks have noted differs, rank by rank; or ""."""
     for what in dict.fromkeys(what for each in noted for what in each):
         values = [each.get(what) for each in noted]
         if len(set(map(str, values))) > 1:
-            shown = "; ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            shown = "; ".join(f"{value} on {comm.name(rank)}" for rank, value in enumerate(values))
             return f"{what}: {shown}"
     return ""

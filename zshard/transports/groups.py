@@ -83,9 +83,8 @@ class Ranks:
             self.control = control_group(group, device)
 
     def name(self, rank: int) -> str:
-        """What errors call ``rank`` of these; others count all ranks of all replicas."""
-        everywhere = self.members[rank]
-        return f"rank {rank}" + (f" (global rank {everywhere})" if everywhere != rank else "")
+        """What errors call ``rank`` of these."""
+        return f"rank {self.members[rank]}"
 
     def find_hosts(self) -> None:
         """Learn from every rank whether all are on one host; see [Note: the ways of gloo].

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError
+
+
+class Groups(NamedTuple):
+    """The process groups that collectives run over; None is a single rank."""
+
+    replicas: dist.ProcessGroup | None
+    shards: dist.ProcessGroup | None
+    members: tuple[int, ...]  # the global ranks of all, replica by replica
 
 
 def _require_one_order(mesh: DeviceMesh) -> None:
@@ -25,10 +35,8 @@ def _require_one_order(mesh: DeviceMesh) -> None:
             )
 
 
-def groups_of(
-    mesh: dist.ProcessGroup | DeviceMesh | None,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The groups of replicas and of shards that ``mesh`` stands for; None is a single rank.
+def groups_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> Groups:
+    """The groups of replicas and of shards that ``mesh`` stands for.
 
     Args:
         mesh: None, the default process group if there is one; a ProcessGroup or a 1-D DeviceMesh,
@@ -39,19 +47,26 @@ def groups_of(
             rows, or columns, order their ranks differently.
     """
     if mesh is None:
-        return None, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        there = dist.is_available() and dist.is_initialized()
+        return _sharded_over(dist.group.WORLD if there else None)
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim == 1:
-            return None, mesh.get_group()
+            return _sharded_over(mesh.get_group())
         if mesh.ndim == 2:
             _require_one_order(mesh)
-            return mesh.get_group(0), mesh.get_group(1)
+            ranks = mesh.mesh.sort(dim=0).values.sort(dim=1).values  # as torch does in each group
+            return Groups(mesh.get_group(0), mesh.get_group(1), tuple(ranks.flatten().tolist()))
         raise InputError(
             f"mesh has {mesh.ndim} dimensions; zshard.wrap takes a 1-D mesh to shard over, or a "
             "2-D one, (replicate, shard)"
         )
     if isinstance(mesh, dist.ProcessGroup):
-        return None, mesh
+        return _sharded_over(mesh)
     if mesh == dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError("mesh: this rank is not a member of the process group")
     raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup, or a 1-D or 2-D DeviceMesh")
+
+
+def _sharded_over(group: dist.ProcessGroup | None) -> Groups:
+    members = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+    return Groups(None, group, members)

@@ -44,8 +44,7 @@ class NamedErrors(NamedTuple):
                     "at the first error among the ranks' logs."
                 )
             raise CommError(
-                f"rank {self.comm.world_rank} of {self.comm.world_size}: {self.op} in {self.tag} "
-                f"failed: {error}.{ended} {cause}"
+                f"{self.comm.me}: {self.op} in {self.tag} failed: {error}.{ended} {cause}"
             ) from error
 
 

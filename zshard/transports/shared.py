@@ -106,7 +106,7 @@ def _map(path: str, part: int, ranks: Ranks) -> torch.Tensor:
 
 def _refuse(who: str, problem: str, part: int, size: int) -> NoReturn:
     raise NoSharedMemory(
-        f"{who} of {size}: no shared memory for comm='peer': {problem}. "
+        f"{who}: no shared memory for comm='peer': {problem}. "
         f"Each of the {size} ranks needs {part} bytes more of this host's memory "
         f"({part * size} in all). "
         "Free some, raise the limit of the container or of the process (ulimit -f), or pass "

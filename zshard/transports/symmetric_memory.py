@@ -101,7 +101,7 @@ class SymmetricArena(Arena[Window]):
         if (found := self._ranks.first_problem(problem)) is not None:
             who, what = found
             raise WrapError(
-                f"{who} of {self._ranks.size}: no symmetric memory of {nbytes} bytes for "
+                f"{who}: no symmetric memory of {nbytes} bytes for "
                 f"comm='peer': {what}. Every rank needs a GPU of its own on one host, which "
                 "CUDA_VISIBLE_DEVICES does not hide from the others; or pass comm='group'."
             )

@@ -48,6 +48,7 @@ def neighbours_of(shards: Ranks) -> Neighbours | None:
 
 def agree_on_transport(
     told: Sequence[object],
+    members: Sequence[int],
     failure: Exception | None,
     shards: Ranks,
     replica: int,
@@ -56,7 +57,8 @@ def agree_on_transport(
     """Check that no rank has found anything wrong, and that all ask for one transport.
 
     Args:
-        told: (transport, refusal, token) of every rank; failure: this rank's own.
+        told: (transport, refusal, token) of every rank; members: their numbers.
+        failure: this rank's own.
         shards: get ``there`` as their neighbours, if all of them share memory already.
         replica: the number of the replica whose shards they are.
         there: of ``neighbours_of``; this rank has told its token, or "".
@@ -67,7 +69,7 @@ def agree_on_transport(
     """
     each = cast("Sequence[tuple[str, Refusal | None, str]]", told)
     asked, refusals, tokens = zip(*each, strict=True)
-    raise_together(failure, refusals)
+    raise_together(failure, refusals, members)
     if len(set(asked)) > 1:
         raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
     ours = set(tokens[replica * shards.size : (replica + 1) * shards.size])
@@ -151,7 +153,7 @@ def _reached(ranks: Ranks) -> tuple[Ranks | None, _Hindrance | None]:
     processes, problem = ranks.found or find_each_other(ranks)
     if (found := ranks.first_problem(problem)) is not None:
         who, what = found
-        return None, _Hindrance(f"{who} of {ranks.size}: {what}", lack=False)
+        return None, _Hindrance(f"{who}: {what}", lack=False)
     if device.type == "cuda":  # a barrier's timeout tells that a rank is missing
         return SymmetricRanks(group, device), None
     assert processes is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -314,9 +314,8 @@ class Gradients:
         return True
 
 
-def held_back(name: str, ranks: Sequence[int] = ()) -> str:
-    """What to say of a gradient that is to be read; ``ranks``: which have it, if not this one."""
-    where = f" on ranks {[*ranks]}" if ranks else ""
+def held_back(name: str, where: str = "") -> str:
+    """What to say of a gradient that is to be read; ``where``: on which ranks."""
     return (
         f"{name}: its gradient is held back by zshard.no_sync{where} and not reduced yet. Run the "
         "last backward of the step outside no_sync, or drop it with zero_grad(set_to_none=True)."

@@ -66,19 +66,19 @@ def check(
     if _alike((options, facts), comm, Tag(None, "wrap")):
         return
     told = comm.all_gather_object(options, Tag(None, "wrap"))
-    _compare_options(cast("list[Mapping[str, str]]", told))
+    _compare_options(cast("list[Mapping[str, str]]", told), comm)
     gathered = comm.all_gather_object(facts, Tag(None, "wrap"))
     everyone: list[list[_Fact]] = [[_Fact(*f) for f in rank] for rank in gathered]  # type: ignore[attr-defined]
     by_name = [{fact.name: fact for fact in facts} for facts in everyone]
     for name in dict.fromkeys(fact.name for facts in everyone for fact in facts):
-        _compare(name, [facts.get(name) for facts in by_name])
+        _compare(name, [facts.get(name) for facts in by_name], comm)
     orders = [[fact.name for fact in facts] for facts in everyone]
     for rank, order in enumerate(orders):
         for ours, theirs in zip(orders[0], order, strict=True):
             if ours != theirs:
                 raise MismatchError(
-                    f"parameters are registered in another order on rank {rank}: {theirs} where "
-                    f"rank 0 has {ours}. Every rank must build the same model."
+                    f"parameters are registered in another order on {comm.name(rank)}: {theirs} "
+                    f"where {comm.name(0)} has {ours}. Every rank must build the same model."
                 )
 
 
@@ -88,17 +88,17 @@ def _alike(told: object, comm: Comm, tag: Tag) -> bool:
     return len(set(comm.all_gather_object(mine, tag))) == 1
 
 
-def _compare_options(everyone: Sequence[Mapping[str, str]]) -> None:
+def _compare_options(everyone: Sequence[Mapping[str, str]], comm: Comm) -> None:
     for option in everyone[0]:
         ranks: dict[str, list[int]] = {}
         for rank, options in enumerate(everyone):
             ranks.setdefault(options[option], []).append(rank)
         if len(ranks) > 1:
-            found = "; ".join(f"{value} on ranks {places}" for value, places in ranks.items())
+            found = "; ".join(f"{value} on {comm.names(places)}" for value, places in ranks.items())
             raise MismatchError(f"zshard.wrap was called with different options: {option}: {found}")
 
 
-def _compare(name: str, facts: Sequence[_Fact | None]) -> None:
+def _compare(name: str, facts: Sequence[_Fact | None], comm: Comm) -> None:
     first = facts[0]
     differing = [rank for rank, fact in enumerate(facts) if fact != first]
     if not differing:
@@ -106,15 +106,15 @@ def _compare(name: str, facts: Sequence[_Fact | None]) -> None:
     other = facts[differing[0]]
     if first is None or other is None:
         raise MismatchError(
-            f"only some ranks have the parameter {name!r}: ranks "
-            f"{[r for r, fact in enumerate(facts) if fact is not None]} do. Every rank must build "
-            "the same model."
+            f"only some ranks have the parameter {name!r}: "
+            f"{comm.names(r for r, fact in enumerate(facts) if fact is not None)} do. Every rank "
+            "must build the same model."
         )
     field = next(f for f in _Fact._fields if getattr(first, f) != getattr(other, f))
     a, b = getattr(first, field), getattr(other, field)
     raise MismatchError(
-        f"parameter {name}: {_with_rank_0(differing)} differ in {field}: {a!r} on rank 0, "
-        f"{b!r} on rank {differing[0]}. Every rank must build the same model."
+        f"parameter {name}: {_with_first(differing, comm)} differ in {field}: {a!r} on "
+        f"{comm.name(0)}, {b!r} on {comm.name(differing[0])}. Every rank must build the same model."
     )
 
 
@@ -160,13 +160,13 @@ def same_values(
     for name, *digests in zip(names, *theirs, strict=True):
         if differing := [rank for rank, seen in enumerate(digests) if seen != digests[0]]:
             raise MismatchError(
-                f"parameter {name}: {_with_rank_0(differing)} have different values; {remedy}"
+                f"parameter {name}: {_with_first(differing, comm)} have different values; {remedy}"
             )
 
 
-def _with_rank_0(others: Sequence[int]) -> str:
-    many = f"ranks {[*others]}" if len(others) > 1 else f"rank {others[0]}"
-    return f"rank 0 and {many}"
+def _with_first(others: Sequence[int], comm: Comm) -> str:
+    many = comm.names(others) if len(others) > 1 else comm.name(others[0])
+    return f"{comm.name(0)} and {many}"
 
 
 def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:

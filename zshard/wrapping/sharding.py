@@ -188,7 +188,7 @@ class Sharder:
         if isinstance(failure, NoSharedMemory):
             failure.__traceback__ = None  # whose functions hold memory
         if not (self._comm.may_fall_back and all(refusal.lack for refusal in refusals)):
-            raise_together(failure, told)
+            raise_together(failure, told, self._comm.members)
         if self._comm.world_rank == 0:
             say_fallback(refusals[0].text, logging.WARNING)
         self._comm.leave_memory()
