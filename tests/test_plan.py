@@ -251,6 +251,8 @@ def test_a_plan_prints_a_line_for_each_strategy_and_what_fits() -> None:
     made = zshard.plan(models.build("blocks"), 4, strategy="zero2", hbm=1e6)
     heads, *lines = str(made).splitlines()[1:6]
     assert "full buffers" in heads and "fewest devices" in heads
+    assert heads.startswith("MB (1e6) a rank")
+    assert lines[3].split()[-3] == f"{made.with_strategy('zero3').peak / 1e6:.3f}"
     assert [line.split()[0] for line in lines] == STRATEGIES
     assert "zero2 *" in lines[2] and "Into 0.001 GB over 4 ranks" in str(made)
     assert "fits" not in str(zshard.plan(models.build("blocks"), 4))

@@ -51,6 +51,7 @@ def test_the_command_prints_a_table_of_strategies_and_what_fits(
     assert list(rows) == ["ddp", "zero1", "zero2", "zero3"]
     assert rows["zero3"][1] == "*" and rows["zero3"][-2:] == ["yes", "2"]
     assert rows["ddp"][-4:] == ["no", "none", "will", "do"]
+    assert lines[1].startswith("GB (1e9) a rank")
     assert lines[-1] == "Into 80 GB over 8 ranks: zero1 fits."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tabulate import tabulate
 
@@ -14,15 +15,31 @@ _SHOWN = 6  # alternatives
 _CARRIERS = {"group": "", "peer": " over shared memory"}
 
 
+class _Scale(NamedTuple):
+    """What sizes are shown in."""
+
+    name: str
+    bytes: float
+    power: str
+
+    def text(self, nbytes: int) -> str:
+        return f"{nbytes / self.bytes:,.3f}"
+
+
+_GB, _MB = _Scale("GB", 1e9, "1e9"), _Scale("MB", 1e6, "1e6")
+
+
 def report(plan: Plan, fit: Fit | None, title: str) -> str:
-    """A plan as ``zshard plan`` prints it; sizes in GB, 1e9 bytes, and times in ms."""
+    """A plan as ``zshard plan`` prints it; sizes in GB, or MB if its peak is below one."""
     sent = sum(each.bytes * each.count for each in plan.collectives)
     count = sum(each.count for each in plan.collectives)
+    scale = _GB if plan.peak >= 1e9 else _MB
     lines = [
         f"{title}, over {plan.world_size} ranks: {plan.parameters:,} parameters in "
         f"{len(plan.units)} units",
-        _table(plan, fit),
-        f"A rank sends {sent / 1e9:,.3f} GB a step in {count} collectives ({plan.strategy}).",
+        _table(plan, fit, scale),
+        f"A rank sends {scale.text(sent)} {scale.name} a step in {count} collectives "
+        f"({plan.strategy}).",
     ]
     kept = plan.activations
     if kept.source == "measured":
@@ -31,13 +48,13 @@ def report(plan: Plan, fit: Fit | None, title: str) -> str:
             f"{plan.peak_at}."
         )
     elif kept.source == "given":
-        lines.append(f"Activations are as given: {kept.bytes / 1e9:,.3f} GB.")
+        lines.append(f"Activations are as given: {scale.text(kept.bytes)} {scale.name}.")
     else:
         lines.append("Activations are not counted, nor times: --batch BxT measures and predicts.")
     if plan.timeline is not None:
         lines.append(_times(plan))
     lines += ["", "What would change it, against the strategy marked *:"]
-    lines += [_alternative(each) for each in plan.alternatives()[:_SHOWN]]
+    lines += [_alternative(each, scale) for each in plan.alternatives()[:_SHOWN]]
     if fit is not None:
         lines += ["", _verdict(fit, plan)]
     return "\n".join(lines)
@@ -55,15 +72,15 @@ def _times(plan: Plan) -> str:
     share = hidden / line.communication if line.communication else 1.0
     return (
         f"A step is predicted to take {line.seconds * 1e3:,.1f} ms on {plan.machine.name}: "
-        f"{plan.flops / 1e12:,.2f}e12 operations of matrix products a rank; communication"
+        f"{plan.flops:.3g} operations of matrix products a rank; communication"
         f"{_CARRIERS[plan.comm]} {line.communication * 1e3:,.1f} ms, of which "
         f"{line.exposed * 1e3:,.1f} ms are exposed ({share:.0%} hidden)."
     )
 
 
-def _alternative(each: Alternative) -> str:
+def _alternative(each: Alternative, scale: _Scale) -> str:
     verb, amount = ("saves", each.saves) if each.saves >= 0 else ("takes", -each.saves)
-    text = f"  {each.change}: {verb} {amount / 1e9:,.3f} GB"
+    text = f"  {each.change}: {verb} {scale.text(amount)} {scale.name}"
     if each.faster is not None:
         speed = "faster" if each.faster >= 0 else "slower"
         text += f", {abs(each.faster) * 1e3:,.1f} ms {speed}"
@@ -81,10 +98,11 @@ def _verdict(fit: Fit, plan: Plan) -> str:
     return f"Into {fit.hbm / 1e9:,.4g} GB over {plan.world_size} ranks: {best}."
 
 
-def _table(plan: Plan, fit: Fit | None) -> str:
+def _table(plan: Plan, fit: Fit | None, scale: _Scale) -> str:
     """A line for each strategy."""
     timed = plan.timeline is not None
-    heads = ["GB (1e9) a rank", *_KINDS, "full buffers", "reduce buffers", "activations", "peak"]
+    heads = [f"{scale.name} ({scale.power}) a rank", *_KINDS]
+    heads += ["full buffers", "reduce buffers", "activations", "peak"]
     heads += ["step ms", "exposed ms"] if timed else []
     heads += ["fits", "fewest devices"] if fit is not None else []
     lines: list[Sequence[str]] = []
@@ -93,7 +111,7 @@ def _table(plan: Plan, fit: Fit | None) -> str:
         sizes = [getattr(row.holding, kind) for kind in _KINDS]
         sizes += [row.buffers.full, row.buffers.reduce, row.activations.bytes, row.peak]
         line = [name + (" *" if name == plan.strategy else "")]
-        line += [f"{nbytes / 1e9:,.3f}" for nbytes in sizes]
+        line += [scale.text(nbytes) for nbytes in sizes]
         if row.timeline is not None:
             line += [f"{row.timeline.seconds * 1e3:,.1f}", f"{row.timeline.exposed * 1e3:,.1f}"]
         if fit is not None:
