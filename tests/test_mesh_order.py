@@ -53,28 +53,31 @@ def test_rows_or_columns_in_different_orders_are_refused_on_every_rank(
 
 
 def misfits(
-    rank: int, world_size: int, rows: Sequence[int] | Sequence[Sequence[int]], comm: str
+    rank: int,
+    world_size: int,
+    rows: Sequence[int] | Sequence[Sequence[int]],
+    misfit: int,
+    comm: str,
 ) -> list[str]:
-    """What a rank is told where the process of the highest number does as the others do not."""
+    """What a rank is told where process ``misfit`` does as the others do not."""
     mesh = DeviceMesh("cpu", rows)
     if mesh.get_coordinate() is None:
         return []
     said = []
-    last = max(mesh.mesh.flatten().tolist())
     model = models.build("odd_parameters")
-    if rank == last:
+    if rank == misfit:
         with torch.no_grad():
             next(model.parameters()).add_(1)
     with pytest.raises(zshard.MismatchError) as values:
         zshard.wrap(model, mesh=mesh, comm=comm)
     said.append(str(values.value))
-    kind, units = (ArithmeticError, one_fails) if rank == last else (zshard.WrapError, None)
+    kind, units = (ArithmeticError, one_fails) if rank == misfit else (zshard.WrapError, None)
     with pytest.raises(kind) as refused:
         zshard.wrap(nn.Linear(2, 2), mesh=mesh, comm=comm, units=units)
     said.append(str(refused.value))
     model = zshard.wrap(models.build("odd_parameters"), mesh=mesh, comm=comm)
     with pytest.raises(zshard.MismatchError) as begun:
-        if rank == last:
+        if rank == misfit:
             zshard.full_grad(model, next(name for name, _ in model.named_parameters()))
         else:
             model(models.batches("odd_parameters", 1, rank)[0])
@@ -87,14 +90,17 @@ def one_fails(name: str, module: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("comm", ["group", "peer"])
-@pytest.mark.parametrize("rows", [[1, 3], [[0, 2], [1, 3]], [[2, 0], [3, 1]]])
+@pytest.mark.parametrize(
+    ("rows", "misfit"), [([1, 3], 3), ([[0, 2], [1, 3]], 2), ([[2, 0], [3, 1]], 2)]
+)
 def test_errors_number_the_ranks_as_torch_does(
-    rows: Sequence[int] | Sequence[Sequence[int]], comm: str
+    rows: Sequence[int] | Sequence[Sequence[int]], misfit: int, comm: str
 ) -> None:
-    members = sorted(torch.tensor(rows).flatten().tolist())
-    told = run_ranks(misfits, 4, rows, comm)
-    for rank in members:
+    first, *others = sorted(torch.tensor(rows).flatten().tolist())
+    told = run_ranks(misfits, 4, rows, misfit, comm)
+    for rank in (first, *others):
         values, refused, begun = told[rank]
-        assert f"rank {members[0]} and rank 3 have different values" in values
-        assert refused == ("no unit" if rank == 3 else "rank 3: ArithmeticError: no unit")
-        assert "rank 3: full_grad" in begun and f"rank {members[0]}: a forward" in begun
+        assert f"rank {first} and rank {misfit} have different values" in values
+        whose = "" if rank == misfit else f"rank {misfit}: ArithmeticError: "
+        assert refused == f"{whose}no unit"
+        assert f"rank {misfit}: full_grad" in begun and f"rank {first}: a forward" in begun
