@@ -43,6 +43,12 @@ def test_one_unit_is_no_units() -> None:
     )
 
 
+def test_a_root_without_parameters_is_not_counted() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(4)))
+    head, _, *lines = zshard.describe(zshard.wrap(blocks)).splitlines()
+    assert " 48 parameters in 4 units, " in head and len(lines) == 4
+
+
 def test_a_model_that_is_not_wrapped_is_refused() -> None:
     with pytest.raises(zshard.WrapError):
         zshard.describe(nn.Linear(3, 3))

@@ -100,6 +100,15 @@ class AdamW(_FusedAdam):
 
     Raises:
         InputError: a hyper-parameter out of range.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> opt = zshard.AdamW(
+        ...     [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}], lr=3e-4
+        ... )
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> opt.step()
+        >>> opt.zero_grad()
     """
 
     _decoupled = True

@@ -41,6 +41,10 @@ class Precision:
 
     Raises:
         InputError: for a dtype or master that zshard cannot use, or a split one without bf16.
+
+    Example:
+        >>> zshard.Precision.bf16(reduce=torch.bfloat16, master="split").compute
+        torch.bfloat16
     """
 
     compute: torch.dtype | None = None

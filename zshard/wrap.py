@@ -113,6 +113,12 @@ def wrap(
 
         After any other error the model is as it was, but on ``device`` and, with "broadcast", maybe
         with rank 0's values; and the other ranks have one, too.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> model = zshard.wrap(model, units="layer", precision=zshard.Precision.bf16())
+        >>> model(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
     """
     precision = Precision() if precision is None else precision
     survey: _Survey | None = None

@@ -51,6 +51,15 @@ def clip_grad_norm_(
             forward or backward, and for gradients that no_sync holds back.
         MismatchError: if ranks clip with different arguments, on every rank, by the next forward.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> opt = zshard.AdamW(model.parameters())
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> norm = zshard.clip_grad_norm_(model, 1.0)
+        >>> opt.step()
+        >>> norm
+        tensor(9.4868)
     """
     schedule, params = _resolve(model_or_params)
     wide = any(param.dtype == torch.float64 for param in params)

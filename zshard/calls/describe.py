@@ -34,6 +34,13 @@ def describe(model: nn.Module) -> str:
 
     Raises:
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> print(zshard.describe(model))  # doctest: +ELLIPSIS
+        Linear: 10 parameters in 1 unit, sharded over one rank on cpu; this is rank 0 of 1
+        unit    module    strategy      parameters    trained    shard ...
+        root    Linear    zero3                 10         10 ...
     """
     schedule = schedule_of(model)
     comm = schedule.comm
@@ -42,7 +49,8 @@ def describe(model: nn.Module) -> str:
     over = f"{comm.size} ranks" if comm.size > 1 else "one rank"
     if comm.replicas.size > 1:
         over += f", {comm.replicas.size} times"
-    units = "1 unit" if len(schedule.units) == 1 else f"{len(schedule.units)} units"
+    count = sum(bool(unit.flats) for unit in schedule.units)  # the root may have nothing of its own
+    units = "1 unit" if count == 1 else f"{count} units"
     head = (
         f"{type(model).__name__}: {total:,} parameters in {units}, sharded "
         f"over {over} on {schedule.device}; this is {comm.me}"

@@ -71,6 +71,12 @@ def memory(model: nn.Module, *, reset_peak: bool = False) -> Memory:
 
     Raises:
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(400, 200))
+        >>> held = zshard.memory(model)
+        >>> held["now"]["parameters"], held["units"][0]["model_parameters"]
+        (320896, 80200)
     """
     schedule = schedule_of(model)
     pool, units = schedule.pool, _by_unit(schedule)

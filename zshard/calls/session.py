@@ -28,6 +28,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Raises:
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> with zshard.no_sync(model):
+        ...     model(torch.ones(3, 4)).sum().backward()
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> zshard.full_grad(model, "bias")
+        tensor([6., 6.])
     """
     schedule = schedule_of(model)
     before, schedule.backward.sync = schedule.backward.sync, False
@@ -47,6 +55,15 @@ def method(model: nn.Module, name: str) -> Callable[..., Any]:
     Raises:
         InputError: if the model has no such method.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> class Scorer(nn.Linear):
+        ...     def score(self, x):
+        ...         return self(x).softmax(-1)
+        >>> model = zshard.wrap(Scorer(4, 2))
+        >>> score = zshard.method(model, "score")
+        >>> model.score(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
     """
     schedule = schedule_of(model)
     function = getattr(model, name, None) if isinstance(name, str) else None
@@ -81,6 +98,14 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     Raises:
         StateError: if the model is being traced already.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> with zshard.trace(model) as recorded:
+        ...     model(torch.ones(3, 4)).sum().backward()
+        >>> [event.phase for event in recorded.events]
+        ['gather', 'wait', 'forward', 'backward', 'reshard', 'pack', 'reduce']
+        >>> recorded.save("rank-0.json")
     """
     schedule = schedule_of(model)
     comm = schedule.comm
@@ -119,6 +144,15 @@ def reset(model: nn.Module) -> None:
         MismatchError: on every rank, if some had made the step's update and some not.
         StateError: inside a backward.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> try:
+        ...     model(torch.ones(3, 5))
+        ... except RuntimeError:
+        ...     zshard.reset(model)
+        >>> model(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
     """
     schedule = schedule_of(model)
     under_way = schedule.executor.state is TrainingState.BACKWARD and not schedule.backward.raised
@@ -146,5 +180,12 @@ def stats(model: nn.Module) -> CommStats:
 
     Raises:
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> counted = zshard.stats(model)
+        >>> counted.calls["reduce_scatter"], counted.sent_bytes["reduce_scatter"]  # one rank alone
+        (0, 0)
     """
     return schedule_of(model).comm.stats

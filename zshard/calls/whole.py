@@ -35,6 +35,11 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
         MismatchError: on every rank, if they do not all call it, or have made other updates.
         StateError: inside a forward or backward; if the parameters hold no valid values.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> zshard.full_param(model, "weight").shape
+        torch.Size([2, 4])
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
@@ -55,6 +60,12 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
         StateError: inside a forward or backward; for a gradient that ``no_sync`` holds back on any
             rank.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> zshard.full_grad(model, "bias")
+        tensor([3., 3.])
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
@@ -97,6 +108,13 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         MismatchError: on every rank, if they do not all enter; at the end of one for writing, if
             ranks left other values.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> with zshard.full_params(model, write=True):
+        ...     _ = nn.init.constant_(model.weight, 0.5)
+        >>> zshard.full_param(model, "weight").sum()
+        tensor(4.)
     """
     schedule = schedule_of(model)
     if schedule.whole:
@@ -174,6 +192,12 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
         MismatchError: on every rank, if others have begun something else there.
         StateError: if the master is split, and so has no such slices; if they hold no valid values.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> for shard in zshard.local_shards(model).values():
+        ...     _ = shard.clamp_(-0.1, 0.1)
+        >>> zshard.mark_updated(model)
     """
     schedule = schedule_of(model)
     schedule.require_values("zshard.local_shards")

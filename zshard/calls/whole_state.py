@@ -32,6 +32,12 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
         StateError: inside a forward or backward, or inside zshard.full_params; for simulated ranks.
         MismatchError: on every rank, if not all make this call.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> whole = zshard.state_dict(model)  # on ranks other than 0: {}
+        >>> {name: tuple(value.shape) for name, value in whole.items()}
+        {'weight': (2, 4), 'bias': (2,)}
     """
     schedule = schedule_of(model)
     require_real(schedule.comm.axes, "zshard.state_dict")

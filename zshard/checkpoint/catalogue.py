@@ -148,6 +148,14 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     Raises:
         InputError: if it is no path.
         CheckpointError: if the folder cannot be read.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> zshard.latest("run") is None
+        True
+        >>> zshard.save("run/step-10", model)
+        >>> os.path.basename(zshard.latest("run"))
+        'step-10'
     """
     if not isinstance(folder, str | os.PathLike):
         raise InputError(f"folder={folder!r}: expected the path of a folder")

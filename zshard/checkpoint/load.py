@@ -78,6 +78,12 @@ def load(
         OptimizerError: for an optimizer around another one.
         StateError: inside a forward or backward.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> zshard.save("step-10", model, extra={"step": 10})
+        >>> zshard.load("step-10", model)
+        Loaded(extra={'step': 10}, missing=[], unexpected=[])
     """
     schedule = schedule_of(model)
     label = catalogue.shown(path)

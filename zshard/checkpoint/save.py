@@ -135,6 +135,13 @@ def save(
         StateError: inside a forward or backward; for a model without values.
         OptimizerError: for an optimizer whose states are not one element to a parameter's element.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> opt = zshard.AdamW(model.parameters())
+        >>> zshard.save("run/step-10", model, opt, extra={"step": 10}, keep=3)
+        >>> zshard.load(zshard.latest("run"), model, opt).extra
+        {'step': 10}
     """
     schedule = schedule_of(model)
     # Only some ranks in the background would meet nobody there, each in a save of its own.

@@ -58,6 +58,13 @@ def load_weights(
         MismatchError: on every rank, if they load with different arguments.
         StateError: inside a forward or backward.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> safetensors.torch.save_file({"net.weight": torch.ones(2, 4)}, "net.safetensors")
+        >>> rename = lambda name: name.removeprefix("net.")
+        >>> zshard.load_weights(model, "net.safetensors", strict=False, rename=rename)
+        Loaded(extra=None, missing=['bias'], unexpected=[])
     """
     schedule = schedule_of(model)
     label = catalogue.shown(path)
@@ -168,6 +175,12 @@ def export(
         InputError: for a dtype that is not of floating-point numbers.
         CheckpointError, MismatchError, CommError, StateError: as for ``save``.
         WrapError: if the model is not wrapped.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> zshard.export("weights", model, dtype=torch.bfloat16)
+        >>> safetensors.torch.load_file("weights/model.safetensors")["bias"].dtype
+        torch.bfloat16
     """
     schedule = schedule_of(model)
     what = f"export({catalogue.shown(path)})"

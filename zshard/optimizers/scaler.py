@@ -54,6 +54,15 @@ class GradScaler(torch.amp.GradScaler):
         InputError: for a setting out of range; from ``unscale_`` and ``step``, for fp16 gradients
             that it would have to divide in place. It is a ValueError, as torch's is.
         StateError: from the same, after a backward that raised, or inside no_sync.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2), precision=zshard.Precision.fp16())
+        >>> opt, scaler = zshard.AdamW(model.parameters()), zshard.GradScaler("cpu")
+        >>> scaler.scale(model(torch.ones(3, 4)).float().mean()).backward()
+        >>> scaler.unscale_(opt)
+        >>> norm = zshard.clip_grad_norm_(model, 1.0)
+        >>> scaler.step(opt)
+        >>> scaler.update()
     """
 
     def __init__(

@@ -87,6 +87,11 @@ def plan(
         InputError: for an argument that cannot be used, or a model that does not run without
             values.
         WrapError: for parameters that ``wrap`` refuses.
+
+    Example:
+        >>> planned = zshard.plan("gpt:7b", world_size=8, precision=zshard.Precision.bf16())
+        >>> f"{planned.to_dict()['per_rank']['states'] / 1e9:.1f} GB"
+        '15.8 GB'
     """
     if activations is not None and (type(activations) is not int or activations < 0):
         raise InputError(f"activations={activations!r}: expected bytes, 0 or more")

@@ -48,6 +48,13 @@ def merge_traces(path: str | PathLike[str], parts: Iterable[str | PathLike[str]]
     Raises:
         InputError: for a part that is no such file, two of one rank, or a path that cannot be
             written.
+
+    Example:
+        >>> model = zshard.wrap(nn.Linear(4, 2))
+        >>> with zshard.trace(model) as recorded:
+        ...     _ = model(torch.ones(3, 4))
+        >>> recorded.save("rank-0.json")
+        >>> zshard.merge_traces("all.json", ["rank-0.json"])  # of every rank
     """
     if isinstance(parts, (str, PathLike)) or not isinstance(parts, Iterable):
         raise InputError(f"merge_traces: parts={parts!r}: expected a list of the ranks' files")
