@@ -82,8 +82,8 @@ class ForwardHooks:
         elif not inside_backward():
             with schedule.comm.meanwhile("the beginning of a forward"):
                 self._begin()
-        self._root.forward_io.enter((args, kwargs))
         schedule.obtain(self._root)
+        self._root.forward_io.enter((args, kwargs))  # what comes before may reshard it, and forget
         self._executor.enter("forward", self._root)
         self._agreement.look_ahead()
         if schedule.precision.cast_inputs and schedule.precision.compute is not None:
@@ -180,7 +180,6 @@ class ForwardHooks:
         have_dynamo_look_at_hooks()
         unit.let_hooks_see()
         unit.forward_io.begin()
-        unit.forward_io.enter(inputs)
         if self._executor.state is TrainingState.FORWARD:
             self.order.append(unit)
             self._keep(None)
@@ -189,6 +188,7 @@ class ForwardHooks:
             self._agreement.begin(Intent.ALONE, unit.label, f"a forward of {unit.label} alone")
             self._backward.forwards.begin()
         schedule.obtain(unit)
+        unit.forward_io.enter(inputs)  # what comes before may reshard the unit, and so forget them
         self._executor.enter("forward", unit)
         if self._executor.state is TrainingState.BACKWARD:
             self._backward.recomputation.enter(unit)
