@@ -25,12 +25,14 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.weight.factor
 
 
-def trained(dtype: torch.dtype, strategy: str = "zero3", precision: str = "own") -> nn.Module:
+def trained(
+    dtype: torch.dtype, strategy: str = "zero3", precision: str = "own", comm: str = "auto"
+) -> nn.Module:
     """A model whose fp32 masters have more bits than its parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), Scaled(7, 5)).to(dtype)
     model[1].weight.factor = 2.0
-    zshard.wrap(model, strategy=strategy, precision=PRECISIONS[precision])
+    zshard.wrap(model, strategy=strategy, precision=PRECISIONS[precision], comm=comm)
     opt = zshard.AdamW(model.parameters(), lr=1e-4)
     for _ in range(3):
         model(torch.ones(2, 5, dtype=dtype)).float().square().mean().backward()
@@ -140,3 +142,54 @@ def test_attributes_of_parameters_are_there_inside() -> None:
     with zshard.full_params(model), torch.no_grad():
         assert torch.equal(model(x), expected)
         assert model[1].weight.factor == 2.0
+
+
+def goes_on(
+    rank: int, world_size: int, comm: str, raising: tuple[int, ...], then: str
+) -> tuple[str, list[Tensor]]:
+    """What an exception inside has ended in on this rank, and the parameters a step later."""
+    model = trained(torch.float32, comm=comm)
+    other = zshard.wrap(nn.Linear(5, 2), init="broadcast", comm=comm)
+    opt = zshard.SGD(model.parameters(), lr=0.1)
+    try:
+        with zshard.full_params(model, write=True), torch.no_grad():
+            model[0].bias.fill_(0.5)
+            if rank in raising:
+                raise KeyError("user code")
+        said = ""
+    except (KeyError, zshard.MismatchError) as error:
+        said = str(error)
+    if then == "reset":
+        zshard.reset(model)
+    elif then == "read":
+        zshard.full_param(model, "0.bias")
+    elif then == "another model":
+        other(torch.ones(2, 5)).sum().backward()
+    model(torch.full((2, 5), 1.0 + rank)).square().mean().backward()
+    opt.step()
+    return said, [zshard.full_param(model, name) for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("comm", "then"),
+    [
+        ("group", "step"),
+        ("group", "another model"),
+        ("peer", "step"),
+        ("peer", "reset"),
+        ("peer", "read"),
+    ],
+)
+@pytest.mark.parametrize("raising", [(1,), (0, 2), (0, 1, 2)])
+def test_after_an_exception_inside_on_some_ranks_all_go_on_together(
+    raising: tuple[int, ...], comm: str, then: str
+) -> None:
+    found = run_ranks(goes_on, 3, comm, raising, then, timeout=30)
+    for rank, (said, _) in enumerate(found):
+        if rank in raising:
+            assert said == "'user code'"
+        else:
+            assert f"rank {raising[0]}: the end of full_params(write=True), after an exc" in said
+    for params in zip(*(params for _, params in found), strict=True):
+        assert all(torch.equal(param, params[0]) for param in params)
+    assert (found[0][1][1] < 0.4).any(), "nothing of what was written is taken"

@@ -23,7 +23,9 @@ left. What comes next is known from the last time, see [Note: one agreed order].
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,6 +184,22 @@ class Schedule:
                 f"{self.executor.state.value}. If an exception has left it there, call "
                 "zshard.reset(model) first."
             )
+
+    @contextmanager
+    def before_call(self, what: str) -> Iterator[None]:
+        """A context behind which every rank comes to ``begin_call(what)``.
+
+        One that an exception leads past it comes there before anything else, for the others to get
+        an error.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.comm.world_size > 1:
+                label = f"{what}, after an exception"
+                begin = partial(self.agreement.begin, Intent.CALL, label, label, gathers=False)
+                self.agreement.meetings.owe(begin)
+            raise
 
     def begin_call(self, what: str, *, unusable_ok: bool = False) -> None:
         """Make sure that all ranks make the same collective call, after the same changes.

@@ -50,6 +50,7 @@ def recover(schedule: Schedule) -> None:
         each.comm.broken = True  # what is under way ends here
         each.reducer.forget()
         each.agreement.forget()
+        each.agreement.meetings.forgive()
         each.backward.forget()
         for unit in each.units:
             each.executor.reshard(unit)

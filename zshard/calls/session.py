@@ -164,6 +164,7 @@ def reset(model: nn.Module) -> None:
     if not has_given_up(schedule):
         try:
             schedule.reset()
+            schedule.agreement.meetings.settle()
             with suppress(StateError):  # another rank's backward has raised, as this call says
                 schedule.reducer.read_outcome()
             return

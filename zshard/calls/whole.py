@@ -6,7 +6,7 @@ All of these are collectives: every rank of the mesh has to call them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from ..units.flat import Flat
 from ..units.gradient import held_back
 from ..wrap import schedule_of
 from ..wrapping import same_model
+
+_END = "the end of full_params(write=True)"
 
 
 def full_param(model: nn.Module, name: str) -> torch.Tensor:
@@ -124,27 +126,28 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     given = [whole for params in wholes for flat_params in params for whole in flat_params]
     versions = [flat.version for flat in schedule.flats]
     schedule.whole = True
-    try:
-        for each, param in zip(given, schedule.parameters(), strict=True):
-            put_in(each, param)
-        for unit, params in zip(schedule.units, wholes, strict=True):
-            if unit.state is not State.SHARDED and not unit.strategy.resident:
-                unit.reshard()
-            unit.put_params(params)
-        yield model
-        taken = _taken(schedule, wholes)
-    finally:
-        schedule.whole = False
-        for each in given:
-            take_out(each)
-        for unit in schedule.units:
-            unit.put_params([flat.params for flat in unit.flats])
-    if write and versions != [flat.version for flat, _ in taken]:
-        raise StateError(
-            "parameters were changed by an optimizer's step, or through their shards, inside "
-            "zshard.full_params(model, write=True), which would undo that. They keep these "
-            "changes, and nothing of what was written in the context; do one after the other."
-        )
+    with schedule.before_call(_END) if write else nullcontext():
+        try:
+            for each, param in zip(given, schedule.parameters(), strict=True):
+                put_in(each, param)
+            for unit, params in zip(schedule.units, wholes, strict=True):
+                if unit.state is not State.SHARDED and not unit.strategy.resident:
+                    unit.reshard()
+                unit.put_params(params)
+            yield model
+            taken = _taken(schedule, wholes)
+        finally:
+            schedule.whole = False
+            for each in given:
+                take_out(each)
+            for unit in schedule.units:
+                unit.put_params([flat.params for flat in unit.flats])
+        if write and versions != [flat.version for flat, _ in taken]:
+            raise StateError(
+                "parameters were changed by an optimizer's step, or through their shards, inside "
+                "zshard.full_params(model, write=True), which would undo that. They keep these "
+                "changes, and nothing of what was written in the context; do one after the other."
+            )
     if write and schedule.comm.world_size > 1:
         _compare(schedule, taken)
     for flat, whole in taken:
@@ -169,7 +172,7 @@ def _taken(
 
 def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -> None:
     """Make sure that every rank has left the same values."""
-    schedule.begin_call("the end of full_params(write=True)")
+    schedule.begin_call(_END)
     names = [name for flat, _ in taken for name in flat.names]
     mine = [digest(value) for _, whole in taken for value in whole]
     remedy = (
@@ -242,7 +245,7 @@ def gathered(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tenso
     if not flat.needs_gather:
         return owned
     full = torch.empty(flat.layout.numel, dtype=owned.dtype, device=owned.device)
-    tag = Tag(schedule.executor.step, "gather", flat.names[0])
+    tag = Tag(schedule.executor.step, "gather", flat.unit.label)
     schedule.comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
     return full
 

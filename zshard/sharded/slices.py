@@ -65,6 +65,6 @@ def _whole(other: Sharded, like: Sharded, both: str) -> torch.Tensor:
     row = mine.new_zeros(max(sizes))
     row[: mine.numel()] = mine
     rows = row.new_empty(comm.size * row.numel())
-    tag = Tag(schedule.executor.step, "gather", other.fqn)
+    tag = Tag(schedule.executor.step, "gather", flat.unit.label, other.fqn)
     comm.all_gather(rows.view(torch.uint8), row.view(torch.uint8), tag).wait()
     return torch.cat([r[:n] for r, n in zip(rows.view(comm.size, -1), sizes, strict=True)])
