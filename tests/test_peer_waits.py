@@ -139,3 +139,25 @@ def waits_for_the_last_rank(rank: int, world_size: int) -> float:
 
 def test_what_passes_the_mailbox_is_waited_for() -> None:
     assert run_ranks(waits_for_the_last_rank, 2)[0] > 0.05
+
+
+def in_two_collectives(rank: int, world_size: int) -> tuple[str, list[list[int]]]:
+    """What a rank is told that passes words where another passes an object; and words, later."""
+    model = zshard.wrap(nn.Linear(3, 2), comm="peer")
+    comm = schedule_of(model).comm
+    tag = Tag(None, f"call {rank}")
+    with pytest.raises(zshard.CommError) as raised:
+        if rank == 2:
+            comm.all_gather_object("text", tag)
+        else:
+            comm.all_gather_words([rank, 7], tag)
+    zshard.reset(model)
+    return str(raised.value), comm.all_gather_words([rank], tag)
+
+
+def test_ranks_that_pass_unlike_things_through_the_mailbox_are_told() -> None:
+    for rank, (said, words) in enumerate(run_ranks(in_two_collectives, 3)):
+        assert "so it is in another collective" in said or "has left the collectives" in said
+        other = 0 if rank == 2 else 2
+        assert f"rank {other} (process " in said
+        assert words == [[0], [1], [2]]

@@ -306,6 +306,15 @@ class Comm:
         self.broken = True
         self.left = f"{type(error).__name__} was raised in {where}"
 
+    def give_up(self, error: BaseException, where: str) -> None:
+        """Take part in nothing more; ranks that share memory may begin anew, by ``reset``."""
+        for over in self.axes:
+            if over.neighbours is None:
+                self.leave(error, where)
+            else:
+                kind = type(error).__name__
+                over.neighbours.give_up(f"{kind} was raised in it during {where}")
+
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
         if self.left:
             raise CommError(

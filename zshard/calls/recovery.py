@@ -19,6 +19,9 @@ from ..step.updates import Tally
 from ..tag import Tag
 from ..transports.peer import PeerRanks
 
+# Of a model: ``Updates.tallies``, ``Schedule.unusable``.
+_Facts = tuple[tuple[int, Tally, Tally], str]
+
 
 def has_given_up(schedule: Schedule) -> bool:
     """Whether this rank, or another, has left a collective over shared memory half done."""
@@ -56,18 +59,15 @@ def recover(schedule: Schedule) -> None:
             each.executor.reshard(unit)
             unit.give_slot_back()  # if the exception came as it was about to be gathered
     arenas = [cast(PeerRanks, each.comm.shards).arena for each in models]
-    mine = [(each.agreement.number, each.updates.tallies()) for each in models]
+    mine = [(each.agreement.number, (each.updates.tallies(), each.unusable)) for each in models]
     with schedule.comm.named_errors("reset", Tag(schedule.executor.step, "reset", "root")):
         told = neighbours.recover(arenas, mine)
-    everyone = [
-        dict(each) for each in cast("Sequence[list[tuple[int, tuple[int, Tally, Tally]]]]", told)
-    ]
+    everyone = [dict(each) for each in cast("Sequence[list[tuple[int, _Facts]]]", told)]
     for each in models:
         each.comm.broken = False
     for each in models:
-        found = [
-            tallies[each.agreement.number]
-            for tallies in everyone
-            if each.agreement.number in tallies
-        ]
-        each.updates.catch_up(found)
+        number = each.agreement.number
+        found = [facts[number] for facts in everyone if number in facts]
+        tallies, unusable = zip(*found, strict=True)
+        each.unusable = next(filter(None, unusable), "")  # as a load was left in the middle
+        each.updates.catch_up(tallies)

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -90,14 +91,15 @@ def load(
     kind = None if optimizer is None else type(optimizer).__name__
     begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
-    for _ in range(_ATTEMPTS - 1):
-        seen: list[str] = []
-        try:
-            return _load(path, label, model, optimizer, peers, seen, strict=strict, rng=rng)
-        except CheckpointError:
-            if not any(peers.gather(lambda seen=seen: _is_another(path, seen))):  # type: ignore[misc]
-                raise
-    return _load(path, label, model, optimizer, peers, [], strict=strict, rng=rng)
+    with peers:
+        for _ in range(_ATTEMPTS - 1):
+            seen: list[str] = []
+            try:
+                return _load(path, label, model, optimizer, peers, seen, strict=strict, rng=rng)
+            except CheckpointError:
+                if not any(peers.gather(partial(_is_another, path, seen))):
+                    raise
+        return _load(path, label, model, optimizer, peers, [], strict=strict, rng=rng)
 
 
 # Another job may replace the checkpoint while it is read: what is there then is loaded instead.
@@ -190,8 +192,8 @@ def change(
     Raises:
         StateError: for a change that would leave such an optimizer as it is.
     """
-    if schedule in _TORN:
-        peers.gather(lambda: _check_torn(_TORN[schedule], optimizer, peers.what))
+    # On all ranks: of a load that was interrupted only some may know.
+    peers.gather(lambda: _check_torn(_TORN.get(schedule), optimizer, peers.what))
     schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
     if optimizer is not None:
         _TORN[schedule] = ref(optimizer)
@@ -210,7 +212,9 @@ def change(
     _TORN.pop(schedule, None)
 
 
-def _check_torn(of: ref[Optimizer], optimizer: Optimizer | None, what: str) -> None:
+def _check_torn(of: ref[Optimizer] | None, optimizer: Optimizer | None, what: str) -> None:
+    if of is None:
+        return
     if of() is not optimizer:
         gc.collect()  # it may be deleted, and part of a cycle
     torn = of()

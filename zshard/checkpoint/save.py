@@ -165,16 +165,17 @@ def save(
             }
         return contents
 
-    contents = agree_on(peers, take)
-    if not asynchronous:
-        Job(peers, contents).run()
-        return None
-    # Only its thread meets others on its group: there may be another model's save under way.
-    background = Background(schedule.comm, what)
-    job = Job(background, contents)
-    peers.gather(job.take_snapshot)
-    handle = _PENDING[schedule] = SaveHandle(job, background.thread.submit(_run, job))
-    return handle
+    with peers:
+        contents = agree_on(peers, take)
+        if not asynchronous:
+            Job(peers, contents).run()
+            return None
+        # Only its thread meets others on its group: another model's save may be under way.
+        background = Background(schedule.comm, what)
+        job = Job(background, contents)
+        peers.gather(job.take_snapshot)
+        handle = _PENDING[schedule] = SaveHandle(job, background.thread.submit(_run, job))
+        return handle
 
 
 def _run(job: Job) -> None:

@@ -89,16 +89,17 @@ def load_weights(
         seen = f"{strict}, {sorted(named.items(), key=itemgetter(0))}"
         return folder, match, hashlib.sha256(seen.encode()).hexdigest()
 
-    folder, match, digest = peers.together(compare)
-    if len(set(peers.gather(lambda: digest))) > 1:
-        raise MismatchError(
-            f"load_weights({label}): the ranks were given other arguments, or found other tensors "
-            "there. Nothing has changed; pass the same on every rank."
-        )
-    if match.copies:
-        rank, world_size = peers.world_rank, peers.world_size
-        peers.together(lambda: compare_copies(folder, match.copies, rank, world_size))
-    change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
+    with peers:
+        folder, match, digest = peers.together(compare)
+        if len(set(peers.gather(lambda: digest))) > 1:
+            raise MismatchError(
+                f"load_weights({label}): the ranks were given other arguments, or found other "
+                "tensors there. Nothing has changed; pass the same on every rank."
+            )
+        if match.copies:
+            rank, world_size = peers.world_rank, peers.world_size
+            peers.together(lambda: compare_copies(folder, match.copies, rank, world_size))
+        change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
     if strict:
         schedule.updates.begin_anew()
     return Loaded(None, match.missing, match.unexpected)
@@ -204,7 +205,8 @@ def export(
         contents.texts = _configs(model, dtype)
         return contents
 
-    Job(peers, agree_on(peers, take)).run()
+    with peers:
+        Job(peers, agree_on(peers, take)).run()
 
 
 class _Cast(Source):

@@ -53,7 +53,10 @@ class Neighbours:
         self._ranks, self._processes = ranks, processes
         self._seconds = timeout_of(group, ranks.device).total_seconds()
         self._arena = SharedArena(ranks)
-        self._mailbox = self._arena.window(_MAILBOX_BYTES)
+        self._mailbox = self._arena.window(_MAILBOX_BYTES + 8)
+        # (N,) int64: behind what a rank has put in there, how many bytes it is to pass in all.
+        self._sizes = self._mailbox.rows[:, _MAILBOX_BYTES:].view(torch.int64)[:, 0].numpy()
+        self._size = self._mailbox.own[_MAILBOX_BYTES:].view(torch.int64).numpy()
         self._sums: dict[int, SharedWindow] = {}  # by bytes
         self._summing: dict[int, _Sum] = {}  # the last of each
         notes = self._arena.window(_NOTE_BYTES)
@@ -147,6 +150,9 @@ class Neighbours:
 
         Args:
             take: called with the begin of each piece, and (N, piece) of all ranks.
+
+        Raises:
+            Missed: if another rank passes something else.
         """
         box = self._mailbox
         for begin in range(0, mine.numel(), _MAILBOX_BYTES):
@@ -154,10 +160,22 @@ class Neighbours:
             self.wait(box.presence.await_departures)
             with self:
                 box.own[: piece.numel()].copy_(piece)
+                self._size[0] = mine.numel()
                 box.presence.arrive()
                 self.wait(box.presence.await_arrivals)
+                if (self._sizes != mine.numel()).any():
+                    self.give_up(problem := self._other_collective(mine.numel()))
+                    raise Missed(problem)
                 take(begin, box.rows[:, : piece.numel()])
                 box.presence.depart()
+
+    def _other_collective(self, nbytes: int) -> str:
+        """What to say where not all ranks pass ``nbytes``."""
+        rank = int((self._sizes != nbytes).argmax())
+        return (
+            f"{self._processes.name(rank)} passes {self._sizes[rank]} bytes where this rank passes "
+            f"{nbytes}, so it is in another collective"
+        )
 
     def words(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's ``mine`` (n,), one behind the other."""
