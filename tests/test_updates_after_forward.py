@@ -85,21 +85,23 @@ def test_a_rank_that_is_still_in_the_forward_computes_with_the_old_values(
         assert torch.equal(got, expected)
 
 
-def change_alone(rank: int, world_size: int) -> str:
+def change_alone(rank: int, world_size: int, change: str) -> str:
     model = zshard.wrap(models.build("blocks"))
+    whole = zshard.state_dict(model, all_ranks=True)
     evaluate(model, rank, (0,))
     evaluate(model, rank, (0,))
     try:
         if rank == 0:
-            by_slices(model)
+            by_slices(model) if change == "slices" else model.load_state_dict(whole)
         evaluate(model, rank, (0,))
     except zshard.MismatchError as error:
         return str(error)
     return "nothing was said"
 
 
-def test_a_change_behind_a_forward_on_one_rank_alone_is_refused_on_all() -> None:
-    for said in run_ranks(change_alone, 2):
+@pytest.mark.parametrize("change", ["slices", "load_state_dict"])
+def test_a_change_behind_a_forward_on_one_rank_alone_is_refused_on_all(change: str) -> None:
+    for said in run_ranks(change_alone, 2, change):
         assert "rank 0: a change of parameters" in said and "rank 1: " in said
 
 

@@ -232,6 +232,8 @@ def _before_load_state_dict(
             "parameters; without it, or inside zshard.full_params(model, write=True), the shards "
             "take their values"
         )
+    for flat in schedule.flats if not schedule.whole else ():
+        flat.before_write()  # here: of an error in a parameter's copy_ torch makes a RuntimeError
 
 
 def schedule_of(model: nn.Module) -> Schedule:
