@@ -198,9 +198,9 @@ def test_what_is_lent_goes_at_once_and_no_cycle_keeps_the_group() -> None:
     assert run_ranks(let_go, 2) == [[True] * 4] * 2
 
 
-def forked(rank: int, world_size: int) -> tuple[str, float]:
+def forked(rank: int, world_size: int, comm: str) -> tuple[str, float]:
     """A child of rank 0 calls the model."""
-    model = zshard.wrap(torch.nn.Linear(4, 4), comm="peer")
+    model = zshard.wrap(torch.nn.Linear(4, 4), comm=comm)
     x, said = torch.ones(1, 4), ""
     if rank == 0:
         reader, writer = os.pipe()
@@ -218,8 +218,9 @@ def forked(rank: int, world_size: int) -> tuple[str, float]:
     return said, float(model(x).sum())
 
 
-def test_a_forked_child_is_refused_and_its_parent_goes_on() -> None:
-    (said, first), (_, second) = run_ranks(forked, 2, timeout=30)
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_forked_child_is_refused_and_its_parent_goes_on(comm: str) -> None:
+    (said, first), (_, second) = run_ranks(forked, 2, comm, timeout=30)
     assert said.startswith("CommError") and "this process was forked from a rank" in said
     assert first == second
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from .training_state import require_untransformed
 from .transports.counters import CommStats
 from .transports.groups import Ranks
 from .transports.handle import Handle
+from .transports.meanwhile import Meanwhile
 from .transports.mesh import groups_of
 from .transports.messages import Together, Work
 from .transports.named_errors import NamedErrors
@@ -65,7 +66,7 @@ class Comm:
         # The global ranks along both axes: models that have these in common meet each other.
         self.ranks = self.shards.members, self.replicas.members
         self.broken = False  # a collective has failed; those to come cannot be expected to work
-        self.left = ""  # what this rank has left half done, so that others take part in another
+        self.left = ""  # why this process can take part in nothing any more
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
         self.trace: Trace | None = None  # records what goes through
@@ -297,14 +298,18 @@ class Comm:
                 self.leave(error, f"{op} in {tag}")
             raise
 
-    def meanwhile(self, what: str, unit: str = "") -> _Meanwhile:
+    def meanwhile(self, what: str, unit: str = "") -> Meanwhile:
         """A context in which Ctrl-C leaves a collective that the other ranks are in, or will be."""
-        return _Meanwhile(self, what, unit)
+        return Meanwhile(self, what, unit)
 
     def leave(self, error: BaseException, where: str) -> None:
         """Take part in no collective any more, as ``error`` has left one half done."""
         self.broken = True
-        self.left = f"{type(error).__name__} was raised in {where}"
+        self.left = (
+            f"{type(error).__name__} was raised in {where}, which left that collective half done, "
+            "and the other ranks would mistake this one for it. Start the processes anew, from the "
+            "last checkpoint."
+        )
 
     def give_up(self, error: BaseException, where: str) -> None:
         """Take part in nothing more; ranks that share memory may begin anew, by ``reset``."""
@@ -317,11 +322,7 @@ class Comm:
 
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
         if self.left:
-            raise CommError(
-                f"{self.me}: {op} in {tag} is refused: {self.left}, which left that collective "
-                "half done, and the other ranks would mistake this one for it. Start the processes "
-                "anew, from the last checkpoint."
-            )
+            raise CommError(f"{self.me}: {op} in {tag} is refused: {self.left}")
         self.stats.calls[op] += 1
         self.stats.sent_bytes[op] += sent
         if over.sends(op):
@@ -329,27 +330,3 @@ class Comm:
         over.note(op, tag)
         if self.interpose is not None:
             self.interpose(op, tag)
-
-
-class _Meanwhile(NamedTuple):
-    """See ``Comm.meanwhile``.
-
-    Over the process group nobody can tell how far the rank has come, so it takes part in nothing
-    more. Exceptions but Ctrl-C are those of all ranks alike (memory), or are told to the others.
-    """
-
-    comm: Comm
-    what: str
-    unit: str
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if error is None or isinstance(error, Exception):
-            return
-        if any(not over.in_memory and over.neighbours is None for over in self.comm.axes):
-            of = f" of unit {self.unit!r}" if self.unit else ""
-            self.comm.leave(error, self.what + of)

@@ -22,6 +22,7 @@ left. What comes next is known from the last time, see [Note: one agreed order].
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,16 @@ from .unit import State, Unit
 from .units.pool import Pool
 
 LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
+
+
+def _leave_in_child() -> None:
+    """A forked process has its parent's connections but is no rank: nobody would answer it."""
+    for schedule in LIVE:
+        if schedule.comm.axes:
+            schedule.comm.left = "this process was forked from a rank; call the model in the rank"
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 class Schedule:
