@@ -170,6 +170,7 @@ def with_header(change: Callable[[dict[str, dict[str, object]]], object]) -> Dam
         (lambda p: rewrite(p, lambda d: d + b"x"), "its header describes"),
         (lambda p: rewrite(p, lambda d: b"\xff" * 8 + d[8:]), "no safetensors file"),
         (lambda p: rewrite(p, lambda d: d[:8] + b"x" + d[9:]), "header is damaged"),
+        (lambda p: rewrite(p, lambda d: b"\2" + bytes(7) + b"[]"), "is damaged: a list"),
         (with_header(lambda h: h["inlet.bias"].update(shape=[8])), "header is damaged"),
         (with_header(lambda h: h["inlet.bias"].update(shape=[-7])), "header is damaged"),
         (with_header(lambda h: h["inlet.bias"].update(dtype="F31")), "unknown dtype 'F31'"),

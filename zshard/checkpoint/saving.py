@@ -42,7 +42,7 @@ from .manifest import (
     seed_of,
 )
 from .peers import Peers
-from .tensorfile import CODES, Planned, Slab, index_of, plan_files
+from .tensorfile import CODES, SAVE, Planned, Slab, index_of, plan_files
 
 FILE_BYTES = 5 * 10**9  # of tensors a file, as Hugging Face's tools have it
 
@@ -139,7 +139,7 @@ class Job:
         self._files: list[Planned] = []
         self._tasks: list[Task] = []
         self._texts = dict(contents.texts)
-        metadata = {"format": "pt", "zshard_save": contents.id}
+        metadata = {"format": "pt", SAVE: contents.id}
         for kind, of_kind in contents.tensors.items():
             if not of_kind:
                 continue

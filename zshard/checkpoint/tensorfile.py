@@ -17,6 +17,7 @@ import torch
 from ..errors import CheckpointError, InputError
 from .files import File
 
+SAVE = "zshard_save"  # key of the id of the save, in the metadata of files of zshard's
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000  # bytes; what the safetensors package accepts
 
@@ -127,8 +128,15 @@ def index_of(files: Sequence[Planned]) -> bytes:
     return json.dumps(index, indent=2).encode()
 
 
-def read_header(file: File) -> dict[str, Slab]:
-    """The tensors of a file.
+class Header(NamedTuple):
+    """What a file holds."""
+
+    slabs: dict[str, Slab]
+    save: str | None  # id of the save of zshard's that wrote it
+
+
+def read_header(file: File) -> Header:
+    """The tensors of a file, and where it is from.
 
     Raises:
         CheckpointError: for a file that is not a whole, well-formed safetensors file.
@@ -143,7 +151,9 @@ def read_header(file: File) -> dict[str, Slab]:
     file.read(text, _LENGTH_BYTES)
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
+        if not isinstance(header, dict):
+            raise TypeError(f"a {type(header).__name__}")
+        metadata = header.pop("__metadata__", None)
         slabs = {name: _slab(entry, _LENGTH_BYTES + count) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file.path}: its safetensors header is damaged: {error}") from error
@@ -154,7 +164,7 @@ def read_header(file: File) -> dict[str, Slab]:
         end += slab.nbytes
     if end != size:
         raise CheckpointError(f"{file.path}: has {size} bytes, and its header describes {end}")
-    return slabs
+    return Header(slabs, metadata.get(SAVE) if isinstance(metadata, dict) else None)
 
 
 def _slab(entry: Mapping[str, object], data: int) -> Slab:

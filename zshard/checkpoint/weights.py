@@ -6,26 +6,24 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from math import prod
 from operator import itemgetter
 
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, InputError, MismatchError
+from ..errors import InputError, MismatchError
 from ..wrap import schedule_of
-from . import catalogue, files
+from . import catalogue
 from .held import Source
 from .inventory import inventory_of
 from .load import Loaded, change
 from .loading import Match, compare_copies, fill, match_model
-from .manifest import CHUNK_BYTES, MAX_NBYTES, Stored
+from .manifest import Stored
 from .peers import Peers
 from .save import begin
 from .saving import Contents, Job, agree_on, contents_of_model
-from .tensorfile import CODES, Slab, read_header
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+from .tensorfile import CODES
+from .weight_files import WeightFiles, find_weights
 
 
 def load_weights(
@@ -39,7 +37,8 @@ def load_weights(
 
     Every rank reads the bytes of its own shard, no others; a model that was wrapped on the meta
     device gets its values without being whole anywhere. Floating-point tensors are cast to the
-    dtypes of the parameters. (Such files have no checksums; those of ``save`` have.)
+    dtypes of the parameters. Files of ``save`` and ``export`` are checked as ``load`` checks them,
+    if checkpoint.json is there beside them; others have no checksums.
 
     Args:
         path: of a .safetensors file, of an index (.json) of several, or of a folder with
@@ -71,12 +70,12 @@ def load_weights(
     begin(schedule, f"load_weights({label})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load_weights({label})")
 
-    def compare() -> tuple[str, Match, str]:
+    def compare() -> tuple[WeightFiles, Match, str]:
         if rename is not None and not callable(rename):
             raise InputError(f"rename={rename!r}: expected a function of a tensor's name")
-        folder, stored = _find_weights(catalogue.absolute(path, resolve=False))
+        found = find_weights(catalogue.absolute(path, resolve=False))
         named: dict[str, Stored] = {}
-        for name, tensor in stored.items():
+        for name, tensor in found.tensors.items():
             new = name if rename is None else rename(name)
             if new is not None and not isinstance(new, str):
                 raise InputError(f"rename({name!r}) is {new!r}: expected the model's name, or None")
@@ -87,10 +86,10 @@ def load_weights(
         match = match_model(named, {}, {}, inventory_of(schedule), cast=True)
         match.refuse(label, strict=strict, has_values=not schedule.unusable)
         seen = f"{strict}, {sorted(named.items(), key=itemgetter(0))}"
-        return folder, match, hashlib.sha256(seen.encode()).hexdigest()
+        return found, match, hashlib.sha256(seen.encode()).hexdigest()
 
     with peers:
-        folder, match, digest = peers.together(compare)
+        found, match, digest = peers.together(compare)
         if len(set(peers.gather(lambda: digest))) > 1:
             raise MismatchError(
                 f"load_weights({label}): the ranks were given other arguments, or found other "
@@ -98,65 +97,11 @@ def load_weights(
             )
         if match.copies:
             rank, world_size = peers.world_rank, peers.world_size
-            peers.together(lambda: compare_copies(folder, match.copies, rank, world_size))
-        change(schedule, peers, lambda: fill(folder, match.pairs, None), None)
+            peers.together(lambda: compare_copies(found.folder, match.copies, rank, world_size))
+        change(schedule, peers, lambda: fill(found.folder, match.pairs, found.seed), None)
     if strict:
         schedule.updates.begin_anew()
     return Loaded(None, match.missing, match.unexpected)
-
-
-def _find_weights(path: str) -> tuple[str, dict[str, Stored]]:
-    """The folder of the files that ``path`` names, and the tensors in them.
-
-    Raises:
-        CheckpointError: if there are none, or they are damaged.
-    """
-    if not files.exists(path):
-        raise CheckpointError(f"{path}: does not exist")
-    if files.is_folder(path):
-        for name in (_INDEX, _SINGLE):
-            if files.exists(os.path.join(path, name)):
-                return _find_weights(os.path.join(path, name))
-        raise CheckpointError(f"{path}: has neither {_INDEX} nor {_SINGLE}")
-    folder, name = os.path.split(path)
-    if not name.endswith(".json"):
-        return folder, _stored_in(folder, name)
-    weight_map = _read_index(path)
-    found: dict[str, Stored] = {}
-    for file in sorted(set(weight_map.values())):
-        there = _stored_in(folder, file)
-        wanted = [tensor for tensor, of in weight_map.items() if of == file]
-        if lost := sorted(set(wanted) - set(there)):
-            raise CheckpointError(
-                f"{os.path.join(folder, file)}: {path} says that {', '.join(lost)} are in it, and "
-                "they are not"
-            )
-        found.update((tensor, there[tensor]) for tensor in wanted)
-    return folder, found
-
-
-def _read_index(path: str) -> dict[str, str]:
-    try:
-        weight_map = json.loads(files.read_whole(path, limit=MAX_NBYTES))["weight_map"]
-        pairs = list(weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: no index of safetensors files: {error!r}") from error
-    for tensor, file in pairs:
-        if not isinstance(file, str) or os.path.basename(file) != file or not file:
-            raise CheckpointError(f"{path}: {tensor} in {file!r}, which is not the name of a file")
-    return dict(pairs)
-
-
-def _stored_in(folder: str, name: str) -> dict[str, Stored]:
-    with files.File.to_read(os.path.join(folder, name)) as file:
-        return {tensor: _unchecked(name, slab) for tensor, slab in read_header(file).items()}
-
-
-def _unchecked(file: str, slab: Slab) -> Stored:
-    numel, step = prod(slab.shape), CHUNK_BYTES // slab.dtype.itemsize
-    ends = tuple(min(begin + step, numel) for begin in range(0, numel, step))
-    order = tuple(range(len(slab.shape)))
-    return Stored(file, slab.offset, CODES[slab.dtype], slab.shape, order, ends, ("",) * len(ends))
 
 
 def export(
