@@ -10,7 +10,6 @@ slowest rank.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -247,20 +246,14 @@ def rank_main(sizes: list[str], root: str, effort: Effort) -> dict[str, object]:
     return {"results": [asdict(result) for result in results]}
 
 
-def _no_plot(path: Path) -> None:
-    raise AssertionError("refused by main")
-
-
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Measure, print the table, write the file; ends the process with status 2 on bad input."""
-    parser: argparse.ArgumentParser = make_parser(__doc__.splitlines()[0], program)
+    parser = make_parser(__doc__.splitlines()[0], program, of_files=True)
     parser.add_argument("--model", choices=SIZES, help="default: 25m 100m", nargs="+")
     parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
     parser.add_argument("--folder", help="on the file system to measure; default: a temporary one")
     arguments = parser.parse_args(argv)
     check(parser, arguments)
-    if arguments.plot or arguments.device != "cpu":
-        parser.error("--plot and --device are not for this benchmark: it is of files, on the CPU")
     sizes = arguments.model or (["small"] if arguments.quick else ["25m", "100m"])
     effort = Effort.of(arguments.quick)
     torch.set_num_threads(1)
@@ -285,7 +278,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         "quick": arguments.quick,
         "results": [result.as_json() for result in results],
     }
-    write(arguments, report, _no_plot)
+    write(arguments, report)
 
 
 def _file_system(folder: str) -> str:

@@ -13,14 +13,18 @@ from environment import write_json
 LOOK = "This is only a look (--quick): fewer cases and rounds than a claim needs."
 
 
-def make_parser(description: str, program: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark."""
+def make_parser(
+    description: str, program: str | None, *, of_files: bool = False
+) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark; one ``of_files`` has no device, nor a plot."""
     # A usage of twenty options would hide the error below it.
     parser = argparse.ArgumentParser(program, "%(prog)s [options]", description)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    if not of_files:
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--quick", action="store_true", help="under a minute: only a look")
     parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the figures into FILE.png")
+    if not of_files:
+        parser.add_argument("--plot", metavar="FILE.png", help="draw the figures into FILE.png")
     return parser
 
 
@@ -33,7 +37,7 @@ def positive(text: str) -> int:
 
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Refuse, before anything is measured, what would fail afterwards."""
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here; use --device cpu")
     if getattr(arguments, "plot", None):
         if Path(arguments.plot).suffix != ".png":
@@ -51,12 +55,14 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
 
 
 def write(
-    arguments: argparse.Namespace, report: dict[str, object], draw: Callable[[Path], None]
+    arguments: argparse.Namespace,
+    report: dict[str, object],
+    draw: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the files that the command line asks for, and say so."""
     if arguments.json:
         write_json(arguments.json, report)
         print(f"every figure: {arguments.json}")
-    if arguments.plot:
+    if draw is not None and arguments.plot:
         draw(Path(arguments.plot))
         print(f"plot: {arguments.plot}")

@@ -174,6 +174,47 @@ def test_a_model_without_parameters_is_described_and_clipped() -> None:
         assert zshard.clip_grad_norm_(model, 1.0, norm_type) == 0.0
 
 
+def test_no_parameters_have_the_norm_0_as_torch_says() -> None:
+    assert torch.equal(zshard.clip_grad_norm_([], 1.0), nn.utils.clip_grad_norm_([], 1.0))
+
+
+@pytest.mark.parametrize("kind", [zshard.AdamW, zshard.Adam, zshard.SGD])
+def test_an_optimizer_says_as_it_is_made_what_it_cannot_update(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
+    with pytest.raises(zshard.InputError, match=f"{kind.__name__}: .* empty parameter list"):
+        kind([])
+    with pytest.raises(zshard.InputError, match=f"{kind.__name__}: .* not iterable"):
+        kind(3)
+    wide = nn.Linear(2, 2).double()
+    with pytest.raises(zshard.OptimizerError, match=r"shape \(2, 2\) has a torch.float64 master"):
+        kind(wide.parameters())
+    zshard.wrap(wide)
+    optimizer = kind(zshard.wrap(nn.Linear(2, 2)).parameters())
+    with pytest.raises(zshard.OptimizerError, match=r"bias has a torch\.float64 master"):
+        optimizer.add_param_group({"params": [wide.bias]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_the_gradient_of_another_parameter_is_told_from_ones_own() -> None:
+    one, other = zshard.wrap(nn.Linear(2, 2)), zshard.wrap(nn.Linear(2, 2))
+    one(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(zshard.InputError, match=r"cannot be a tensor of bias of another model\."):
+        other.bias.grad = one.bias.grad
+    with pytest.raises(zshard.InputError, match=r"cannot be a tensor of weight\. Copy the val"):
+        one.bias.grad = one.weight.grad
+    other.bias.grad = torch.zeros_like(other.bias)
+    other.bias.grad.copy_(one.bias.grad)
+    assert torch.equal(zshard.full_grad(other, "bias"), zshard.full_grad(one, "bias"))
+
+
+def test_a_name_that_the_model_does_not_have_is_told_where_to_look() -> None:
+    model = zshard.wrap(nn.Linear(2, 2))
+    for read in (zshard.full_param, zshard.full_grad):
+        with pytest.raises(zshard.InputError, match=r"'wieght'; model\.named_parameters\(\) lists"):
+            read(model, "wieght")
+
+
 def test_a_parameter_that_is_ignored_is_said_to_be_whole() -> None:
     model = zshard.wrap(nn.Linear(2, 2), ignored=["bias"])
     for read in (zshard.full_param, zshard.full_grad):

@@ -133,6 +133,7 @@ def test_the_command_measures_this_machine_and_plans_with_it(
         ("--batch", "64"),
         ("--batch", "0x64"),
         ("--network", "0Gbit"),
+        ("--network", "3"),
         ("--machine", "abacus"),
     ],
 )

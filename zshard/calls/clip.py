@@ -41,7 +41,7 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, 0-d, the same on every rank: fp32, or fp64 where any of the
-        parameters is, in which the factor is computed then as well.
+        parameters is, in which the factor is computed then as well. 0 of no parameters.
 
     Raises:
         InputError: parameters of no wrapped model, or of several; a norm_type that is not positive,
@@ -61,6 +61,10 @@ def clip_grad_norm_(
         >>> norm
         tensor(9.4868)
     """
+    if not isinstance(model_or_params, (nn.Module, torch.Tensor)):
+        model_or_params = _listed(model_or_params)
+        if not model_or_params:
+            return torch.tensor(0.0)
     schedule, params = _resolve(model_or_params)
     wide = any(param.dtype == torch.float64 for param in params)
     dtype = torch.float64 if wide else torch.float32
@@ -123,17 +127,21 @@ def _largest(max_norm: object, dtype: torch.dtype) -> tuple[float | torch.Tensor
     return value, value
 
 
+def _listed(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if not isinstance(params, Iterable):
+        raise InputError(f"{params!r}: expected a wrapped model or its parameters")
+    return [*params]
+
+
 def _resolve(
-    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    model_or_params: nn.Module | torch.Tensor | list[torch.Tensor],
 ) -> tuple[Schedule, list[Sharded]]:
     if isinstance(model_or_params, nn.Module):
         schedule = schedule_of(model_or_params)
         return schedule, schedule.parameters()
-    if not isinstance(model_or_params, Iterable):
-        raise InputError(f"{model_or_params!r}: expected a wrapped model or its parameters")
-    given = [model_or_params] if isinstance(model_or_params, torch.Tensor) else [*model_or_params]
+    given = [model_or_params] if isinstance(model_or_params, torch.Tensor) else model_or_params
     params = [param for param in given if isinstance(param, Sharded)]
-    if len(params) != len(given) or not params:
+    if len(params) != len(given):
         raise InputError(
             f"{len(given) - len(params)} of {len(given)} parameters are not of a wrapped model; "
             "clip those with torch.nn.utils.clip_grad_norm_"

@@ -32,8 +32,9 @@ class Bytes(TypedDict):
 class UnitBytes(Bytes):
     """Bytes that this rank holds of one unit, now.
 
-    Of the buffers that units share: full_buffers while it is gathered, if whole parameters do not
-    stay; reduce_buffers while it is reduced.
+    But for the buffers that units share: there it is what the unit takes of them, in its turn:
+    full_buffers when it is gathered, if whole parameters do not stay; reduce_buffers when it is
+    reduced; and with these its peak.
     """
 
     name: str

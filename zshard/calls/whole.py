@@ -234,7 +234,9 @@ def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
                 return flat, index
     if name in dict(schedule.model.named_parameters(remove_duplicate=False)):
         raise InputError(f"{name!r} is not sharded (ignored=): every rank has it, read it there")
-    raise InputError(f"the wrapped model has no parameter {name!r}")
+    raise InputError(
+        f"the wrapped model has no parameter {name!r}; model.named_parameters() lists them"
+    )
 
 
 def gathered(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tensor:

@@ -219,16 +219,23 @@ def kind_of(param: torch.Tensor) -> Kind:
         flat = param.flat
         send = flat.dtypes.compute if flat.master.has_copy else None
         kind = Kind(flat.schedule, flat.device, flat.dtypes.reduce, send, flat.dtypes.split)
-        name, master = param.fqn, flat.dtypes.master
+        master = flat.dtypes.master
     else:
         kind = Kind(None, param.device, param.dtype, None, split=False)
-        name, master = f"a parameter of shape {tuple(param.shape)}", param.dtype
+        master = param.dtype
     if master != torch.float32:
-        raise OptimizerError(
-            f"{name} has a {master} master; zshard's optimizers update fp32 masters. "
-            "torch.optim.AdamW works on every dtype."
-        )
+        raise other_master(param, master)
     return kind
+
+
+def other_master(param: torch.Tensor, dtype: torch.dtype) -> OptimizerError:
+    """What to raise for a parameter whose master is not fp32."""
+    shape = f"a parameter of shape {tuple(param.shape)}"
+    name = param.fqn if isinstance(param, Sharded) else shape
+    return OptimizerError(
+        f"{name} has a {dtype} master; zshard's optimizers update fp32 masters. Those of "
+        "torch.optim work on every dtype."
+    )
 
 
 def has_grad(param: torch.Tensor) -> bool:

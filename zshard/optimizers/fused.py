@@ -21,7 +21,7 @@ from ..schedule import LIVE, Schedule
 from ..step.updates import note_states, note_step
 from ..units.flat import Flat
 from ..units.leaf import LiveLeaf
-from .batches import Batch, Hyper, Kind, batches_of, has_grad
+from .batches import Batch, Hyper, Kind, batches_of, has_grad, other_master
 from .optim_states import as_sharded, as_tensors, check_fits, sharded_like, slice_of
 from .stand_ins import refuse_parameters_of_a_copy
 
@@ -33,7 +33,12 @@ class FusedOptimizer(Optimizer):
     """An optimizer whose step is one op call for each kind of shard."""
 
     def __init__(self, params: ParamGroups, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+        try:
+            super().__init__(params, defaults)
+        except InputError:
+            raise
+        except (TypeError, ValueError) as error:  # torch's: no parameters, or something else
+            raise InputError(f"{type(self).__name__}: {error}") from error
         self._forget_layout()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -103,7 +108,7 @@ class FusedOptimizer(Optimizer):
         """As torch.optim.Optimizer's.
 
         Raises:
-            OptimizerError: for whole parameters of a wrapped model.
+            OptimizerError: for whole parameters of a wrapped model; for float64 ones.
             InputError: for settings out of range, or of another rule; a parameter that is there
                 twice.
         """
@@ -116,6 +121,10 @@ class FusedOptimizer(Optimizer):
         if len(set(map(id, added))) < len(added):
             self.param_groups.pop()
             raise InputError("a param group has a parameter twice; a step would update it once")
+        for param in added:
+            if param.dtype == torch.float64:  # of which the master is, too
+                self.param_groups.pop()
+                raise other_master(param, param.dtype)
         if any(type(param) is LiveLeaf for param in added):
             raise OptimizerError(
                 "the optimizer was given whole parameters, which modules hold while their unit "

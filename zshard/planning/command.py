@@ -135,7 +135,10 @@ def batch(text: str) -> tuple[int, int]:
 def network(text: str) -> Link:
     """An argument's type: a rate, as 400Gbit or 50GB a second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*Gbit", text)
-    rate = float(match[1]) * 1e9 / 8 if match else float(size(text))
+    try:
+        rate = float(match[1]) * 1e9 / 8 if match else float(size(text))
+    except argparse.ArgumentTypeError:
+        rate = 0.0
     if not rate > 0:
         raise argparse.ArgumentTypeError(f"{text}: expected a rate above 0, 400Gbit or 50GB")
     return Link(rate)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _BITS = 30  # of a checksum
 _MEND = (
     "The model is torn. Every rank has to make the same changes; to mend it, write whole values "
-    "inside zshard.full_params(model, write=True), or load a checkpoint."
+    "inside zshard.full_params(model, write=True) (again, if this came as it began), or load a "
+    "checkpoint."
 )
 
 

@@ -71,7 +71,9 @@ def agree_on_transport(
     asked, refusals, tokens = zip(*each, strict=True)
     raise_together(failure, refusals, members)
     if len(set(asked)) > 1:
-        raise MismatchError(f"the ranks ask for different transports: comm={asked}, by rank")
+        raise MismatchError(
+            f"the ranks ask for different transports: comm={asked}, by rank. Pass the same on all."
+        )
     ours = set(tokens[replica * shards.size : (replica + 1) * shards.size])
     if len(ours) == 1 and "" not in ours:
         shards.neighbours = there

@@ -113,7 +113,11 @@ class Gradients:
         """Drop the gradient of parameter ``index`` (None), or take the values of ``value``."""
         flat = self._flat
         if isinstance(value, Sharded) and (value.flat is not flat or value.segment != index):
-            raise InputError(f"{flat.names[index]}: this is the gradient of {value.fqn}")
+            other = "" if value.flat.schedule is flat.schedule else " of another model"
+            raise InputError(
+                f"{flat.names[index]}: its gradient cannot be a tensor of {value.fqn}{other}. Copy "
+                "the values: param.grad = torch.zeros_like(param); param.grad.copy_(tensor)"
+            )
         if value is not None:
             self._apply_scale(index)
         self._reducer.forget_norm()

@@ -95,7 +95,10 @@ def _compare_options(everyone: Sequence[Mapping[str, str]], comm: Comm) -> None:
             ranks.setdefault(options[option], []).append(rank)
         if len(ranks) > 1:
             found = "; ".join(f"{value} on {comm.names(places)}" for value, places in ranks.items())
-            raise MismatchError(f"zshard.wrap was called with different options: {option}: {found}")
+            raise MismatchError(
+                f"zshard.wrap was called with different options: {option}: {found}. Pass the same "
+                "on every rank."
+            )
 
 
 def _compare(name: str, facts: Sequence[_Fact | None], comm: Comm) -> None:
@@ -108,7 +111,7 @@ def _compare(name: str, facts: Sequence[_Fact | None], comm: Comm) -> None:
         raise MismatchError(
             f"only some ranks have the parameter {name!r}: "
             f"{comm.names(r for r, fact in enumerate(facts) if fact is not None)} do. Every rank "
-            "must build the same model."
+            "must build the same model, tie the same parameters in it, and pass the same ignored=."
         )
     field = next(f for f in _Fact._fields if getattr(first, f) != getattr(other, f))
     a, b = getattr(first, field), getattr(other, field)
