@@ -130,8 +130,8 @@ def test_other_values_in_a_context_are_not_taken(comm: str, at_rank: int) -> Non
 
 
 def raises_in_context(rank: int, world_size: int, goes_on: bool) -> str:
-    """Leave the context by an exception on rank 1, which ends or goes on; what a forward says."""
-    model = build()
+    """Leave the context by an exception on rank 1, which ends or goes on; what others hear."""
+    model, said = build(), ""
     with pytest.raises(ValueError, match="user code") if goes_on and rank == 1 else nullcontext():
         try:
             with zshard.full_params(model, write=True), torch.no_grad():
@@ -139,16 +139,16 @@ def raises_in_context(rank: int, world_size: int, goes_on: bool) -> str:
                 if rank == 1:
                     raise ValueError("user code")
         except zshard.MismatchError as error:
-            assert not (zshard.local_shards(model)["inlet.bias"] == 2.0).any()
-            return str(error)
-    with pytest.raises(zshard.MismatchError) as caught:
-        one_step(model, rank, 0)
-    return str(caught.value)
+            said = str(error)
+    assert not (zshard.local_shards(model)["inlet.bias"] == 2.0).any()
+    one_step(model, rank, 0)
+    return said
 
 
 def test_an_exception_in_one_ranks_context_is_no_write_of_the_others() -> None:
-    for said in run_ranks(raises_in_context, 2, True):
-        assert "rank 0: the end of full_params(write=True); rank 1: a forward" in said
+    said, own = run_ranks(raises_in_context, 2, True)
+    assert "rank 0: the end of full_params(write=True); rank 1: the end of full_params(" in said
+    assert own == ""
     with pytest.raises(RankFailure, match=r"CommError: .*for the end of full_params\(write=True\)"):
         run_ranks(raises_in_context, 2, False, grace=20)
 
