@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +20,7 @@ import network
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
 from zshard.errors import InputError
 from zshard.training.job import PR_SET_PDEATHSIG
@@ -55,13 +57,17 @@ def run_ranks(
     # One thread a rank, as the protocol asks. The environment is read when torch is imported.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
-        context = mp.start_processes(
-            _rank,
-            args=(os.getpid(), main, arguments, ranks, backend, device, namespaces, folder),
-            nprocs=1 if backend == "fake" else ranks,
-            join=False,
-            start_method="spawn",
-        )
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the ranks: they are ended
+        try:
+            context = mp.start_processes(
+                _rank,
+                args=(os.getpid(), main, arguments, ranks, backend, device, namespaces, folder),
+                nprocs=1 if backend == "fake" else ranks,
+                join=False,
+                start_method="spawn",
+            )
+        finally:
+            signal.signal(signal.SIGINT, interrupt)
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             while not context.join():
@@ -88,6 +94,8 @@ def _end(context: mp.ProcessContext) -> None:
     for process in context.processes:
         process.kill()
         process.join()
+    for path in context.error_files:  # torch removes those of ranks that it has joined
+        Path(path).unlink(missing_ok=True)
 
 
 def keep(report: dict[str, object]) -> None:
@@ -113,6 +121,7 @@ def _rank(
     if os.getppid() != launcher:  # it has, while this rank imported
         os._exit(1)
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed rank would leave
     _FOLDER.append(Path(folder))
     if namespaces:
         network.enter(namespaces[rank])

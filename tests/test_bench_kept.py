@@ -50,7 +50,8 @@ def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
 @pytest.mark.parametrize(
     ("ends", "status", "said"),
     [
-        ("os.kill(os.getppid(), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("os.killpg(os.getpgid(0), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("os.kill(os.getppid(), signal.SIGTERM)", 128 + signal.SIGTERM, ""),
         ("os.kill(os.getppid(), signal.SIGKILL)", -signal.SIGKILL, ""),
         ("raise InputError('this is wrong')", 1, "zshard.errors.InputError: this is wrong\n"),
     ],
@@ -60,13 +61,13 @@ def test_ranks_end_with_what_started_them(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, signal, time, torch, rank_group\n"
+        "import os, signal, time, torch, tqdm, rank_group\n"
         "import torch.distributed as dist\n"
         "from zshard.errors import InputError\n"
         "cpu = torch.device('cpu')\n"
         "def main():\n"
-        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # as one that waits in C++
         f"    open(f'{tmp_path}/{{os.getpid()}}.pid', 'w').close()\n"
+        "    bar = tqdm.tqdm(total=1, file=open(os.devnull, 'w'))\n"
         "    dist.barrier()\n"
         "    if dist.get_rank() == 0:\n"
         f"        {ends}\n"
@@ -74,10 +75,17 @@ def test_ranks_end_with_what_started_them(
         "if __name__ == '__main__':\n"
         "    rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu)\n"
     )
+    (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     line = [sys.executable, str(program)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(  # a session of its own, whose processes Ctrl-C goes to
+        line, capture_output=True, text=True, timeout=DEADLINE, start_new_session=True
+    )
     assert done.returncode == status and done.stderr.endswith(said), done.stderr
+    if status != -signal.SIGKILL:
+        assert not list((tmp_path / "temporary").iterdir())
+        assert "leaked" not in done.stderr
     ranks = [int(path.stem) for path in tmp_path.glob("*.pid")]
     assert len(ranks) == 2
     deadline = time.monotonic() + 30
