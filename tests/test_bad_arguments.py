@@ -194,6 +194,9 @@ def test_an_optimizer_says_as_it_is_made_what_it_cannot_update(
     with pytest.raises(zshard.OptimizerError, match=r"bias has a torch\.float64 master"):
         optimizer.add_param_group({"params": [wide.bias]})
     assert len(optimizer.param_groups) == 1
+    frozen = zshard.wrap(nn.Linear(2, 2).double().requires_grad_(False))
+    optimizer.add_param_group({"params": frozen.parameters()})
+    optimizer.step()
 
 
 def test_the_gradient_of_another_parameter_is_told_from_ones_own() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 
@@ -149,7 +150,8 @@ def goes_on(
 ) -> tuple[str, list[Tensor]]:
     """What an exception inside has ended in on this rank, and the parameters a step later."""
     model = trained(torch.float32, comm=comm)
-    other = zshard.wrap(nn.Linear(5, 2), init="broadcast", comm=comm)
+    mesh = init_device_mesh("cpu", (world_size, 1)) if then == "another mesh" else None
+    other = zshard.wrap(nn.Linear(5, 2), init="broadcast", comm=comm, mesh=mesh)
     opt = zshard.SGD(model.parameters(), lr=0.1)
     try:
         with zshard.full_params(model, write=True), torch.no_grad():
@@ -163,8 +165,10 @@ def goes_on(
         zshard.reset(model)
     elif then == "read":
         zshard.full_param(model, "0.bias")
-    elif then == "another model":
+    elif then.startswith("another"):
         other(torch.ones(2, 5)).sum().backward()
+    elif then == "wrap":
+        zshard.wrap(nn.Linear(5, 2), init="broadcast", comm=comm)
     model(torch.full((2, 5), 1.0 + rank)).square().mean().backward()
     opt.step()
     return said, [zshard.full_param(model, name) for name, _ in model.named_parameters()]
@@ -175,7 +179,9 @@ def goes_on(
     [
         ("group", "step"),
         ("group", "another model"),
+        ("group", "wrap"),
         ("peer", "step"),
+        ("peer", "another mesh"),
         ("peer", "reset"),
         ("peer", "read"),
     ],

@@ -12,7 +12,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
@@ -198,24 +198,28 @@ def test_what_is_lent_goes_at_once_and_no_cycle_keeps_the_group() -> None:
     assert run_ranks(let_go, 2) == [[True] * 4] * 2
 
 
+def said_in_a_child(model: torch.nn.Module, x: torch.Tensor) -> str:
+    """The error that the model gives in a forked process; "" for none."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            model(x)
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    said = os.read(reader, 4096).decode()
+    os.close(reader)
+    return said
+
+
 def forked(rank: int, world_size: int, comm: str) -> tuple[str, float]:
     """A child of rank 0 calls the model."""
     model = zshard.wrap(torch.nn.Linear(4, 4), comm=comm)
-    x, said = torch.ones(1, 4), ""
-    if rank == 0:
-        reader, writer = os.pipe()
-        if (child := os.fork()) == 0:
-            try:
-                model(x)
-            except BaseException as error:
-                os.write(writer, f"{type(error).__name__}: {error}".encode())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        os.close(writer)
-        said = os.read(reader, 4096).decode()
-        os.close(reader)
-    return said, float(model(x).sum())
+    x = torch.ones(1, 4)
+    return said_in_a_child(model, x) if rank == 0 else "", float(model(x).sum())
 
 
 @pytest.mark.parametrize("comm", ["group", "peer"])
@@ -223,6 +227,19 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(comm: str) -> None:
     (said, first), (_, second) = run_ranks(forked, 2, comm, timeout=30)
     assert said.startswith("CommError") and "this process was forked from a rank" in said
     assert first == second
+
+
+def forked_alone(rank: int, world_size: int) -> list[str]:
+    """What a child says that calls a model of one rank, and one of simulated ranks."""
+    x = torch.ones(1, 4)
+    said = [said_in_a_child(zshard.wrap(torch.nn.Linear(4, 4)), x)]
+    with simulated(0, 4):
+        said.append(said_in_a_child(zshard.wrap(torch.nn.Linear(4, 4)), x))
+    return said
+
+
+def test_a_forked_child_that_needs_nobody_computes() -> None:
+    assert run_ranks(forked_alone, 1, group=False) == [["", ""]]
 
 
 def more_than_most(rank: int, world_size: int) -> tuple[bool, str]:

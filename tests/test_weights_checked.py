@@ -9,10 +9,12 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zshard
+from zshard.checkpoint import saving
 
 
 def build(seed: int) -> nn.Module:
@@ -78,6 +80,72 @@ def test_a_file_away_from_its_checksums_is_loaded_unchecked(beside: str, tmp_pat
     zshard.load_weights(model, tmp_path / "away")
     for name, value in zshard.state_dict(there).items():
         assert torch.equal(zshard.state_dict(model)[name], value), name
+
+
+def in_shards(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A model saved into several files."""
+    monkeypatch.setattr(saving, "FILE_BYTES", 100)
+    model = build(seed)
+    zshard.save(folder, model)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    return model
+
+
+def test_every_file_of_an_index_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = in_shards(tmp_path / "one", 1, monkeypatch)
+    model = build(2)
+    zshard.load_weights(model, tmp_path / "one")
+    for name, value in zshard.state_dict(there).items():
+        assert torch.equal(zshard.state_dict(model)[name], value), name
+    shard = next(iter(sorted((tmp_path / "one").glob("model-*.safetensors"))))
+    values = load_file(shard)
+    save_file({name: value + 1 for name, value in values.items()}, shard)  # this one is another's
+    zshard.load_weights(model, tmp_path / "one")
+    flip(sorted((tmp_path / "one").glob("model-*.safetensors"))[-1])
+    with pytest.raises(zshard.CheckpointError, match="are damaged"):
+        zshard.load_weights(model, tmp_path / "one")
+
+
+def test_files_of_two_saves_are_not_loaded_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, name in enumerate(("one", "other")):
+        in_shards(tmp_path / name, seed, monkeypatch)
+    shard = sorted((tmp_path / "one").glob("model-*.safetensors"))[-1]
+    shutil.copy(tmp_path / "other" / shard.name, shard)
+    model = build(3)
+    before = zshard.state_dict(model)
+    with pytest.raises(zshard.CheckpointError, match="are of 2 saves, mixed"):
+        zshard.load_weights(model, tmp_path / "one")
+    for name, value in zshard.state_dict(model).items():
+        assert torch.equal(before[name], value), name
+
+
+def test_a_file_that_was_changed_and_kept_its_id_is_refused_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    zshard.export(tmp_path, build(1))
+    path = tmp_path / "model.safetensors"
+    with safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    save_file({**load_file(path), "more": torch.ones(3)}, path, metadata)
+    model = build(2)
+    for strict in (True, False):
+        with pytest.raises(zshard.CheckpointError, match=r"is not where checkpoint\.json be"):
+            zshard.load_weights(model, tmp_path, strict=strict)
+    (tmp_path / "checkpoint.json").unlink()
+    assert zshard.load_weights(model, tmp_path, strict=False).unexpected == ["more"]
+
+
+def test_copies_of_a_tied_weight_may_lie_in_other_orders(tmp_path: Path) -> None:
+    untied = nn.ModuleDict({"a": nn.Linear(3, 4, bias=False), "b": nn.Linear(3, 4, bias=False)})
+    with torch.no_grad():
+        untied["b"].weight = nn.Parameter(untied["a"].weight.t().contiguous().t())
+    zshard.save(tmp_path / "whole", zshard.wrap(untied, units="model"))
+    tied = nn.ModuleDict({"a": nn.Linear(3, 4, bias=False), "b": nn.Linear(3, 4, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    zshard.load_weights(zshard.wrap(tied, units="model"), tmp_path / "whole")
+    assert torch.equal(zshard.full_param(tied, "a.weight"), zshard.full_param(untied, "a.weight"))
 
 
 def test_damaged_checksums_are_no_leave_to_go_on_without(tmp_path: Path) -> None:

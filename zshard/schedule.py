@@ -26,7 +26,6 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from .precision import Precision
 from .step.agreement import Agreement
 from .step.backward import Backward
 from .step.buffers import Buffers
+from .step.debts import owe
 from .step.executor import Executor
 from .step.forward import ForwardHooks
 from .step.meeting import Intent
@@ -56,8 +56,8 @@ LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
 
 def _leave_in_child() -> None:
     """A forked process has its parent's connections but is no rank: nobody would answer it."""
-    for schedule in LIVE:
-        if schedule.comm.axes:
+    for schedule in list(LIVE):
+        if any(over.backend != "fake" for over in schedule.comm.axes):
             schedule.comm.left = "this process was forked from a rank; call the model in the rank"
 
 
@@ -200,16 +200,13 @@ class Schedule:
     def before_call(self, what: str) -> Iterator[None]:
         """A context behind which every rank comes to ``begin_call(what)``.
 
-        One that an exception leads past it comes there before anything else, for the others to get
-        an error.
+        One that an exception leads past it comes there late; see debts.py.
         """
         try:
             yield
         except BaseException:
             if self.comm.world_size > 1:
-                label = f"{what}, after an exception"
-                begin = partial(self.agreement.begin, Intent.CALL, label, label, gathers=False)
-                self.agreement.meetings.owe(begin)
+                owe(self.agreement, what)
             raise
 
     def begin_call(self, what: str, *, unusable_ok: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar, get_args
 
@@ -19,6 +19,7 @@ from .optimizers import other_optimizers
 from .param import Sharded
 from .precision import Precision
 from .schedule import Schedule
+from .step.debts import settle
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
 from .transports.refusal import together
@@ -115,12 +116,12 @@ def wrap(
         with rank 0's values; and the other ranks have one, too.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-        >>> model = zshard.wrap(model, units="layer", precision=zshard.Precision.bf16())
+        >>> model = zshard.wrap(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), units="layer")
         >>> model(torch.ones(3, 4)).shape
         torch.Size([3, 2])
     """
     precision = Precision() if precision is None else precision
+    settle()
     survey: _Survey | None = None
     failure = None
     # This rank alone: what is wrapped, and into what units.
@@ -219,7 +220,7 @@ def _build(survey: _Survey, made: Sequence[UnitParts], comm: Comm, pool: Pool) -
 def _before_load_state_dict(
     schedule: Schedule,
     model: nn.Module,
-    state_dict: object,
+    state_dict: Mapping[str, object],
     prefix: str,
     metadata: dict[str, object],
     *_: object,
@@ -233,7 +234,8 @@ def _before_load_state_dict(
             "take their values"
         )
     for flat in schedule.flats if not schedule.whole else ():
-        flat.before_write()  # here: of an error in a parameter's copy_ torch makes a RuntimeError
+        if any(prefix + name in state_dict for names in flat.all_names for name in names):
+            flat.before_write()  # here: of an error in a copy_ torch makes a RuntimeError
 
 
 def schedule_of(model: nn.Module) -> Schedule:

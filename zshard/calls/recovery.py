@@ -15,6 +15,7 @@ from typing import cast
 
 from ..errors import CommError
 from ..schedule import LIVE, Schedule
+from ..step.debts import forgive
 from ..step.updates import Tally
 from ..tag import Tag
 from ..transports.peer import PeerRanks
@@ -53,7 +54,7 @@ def recover(schedule: Schedule) -> None:
         each.comm.broken = True  # what is under way ends here
         each.reducer.forget()
         each.agreement.forget()
-        each.agreement.meetings.forgive()
+        forgive(each.agreement)
         each.backward.forget()
         for unit in each.units:
             each.executor.reshard(unit)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import CommError, InputError, StateError
+from ..step.debts import settle
 from ..tracing.clock import Clock
 from ..tracing.trace import Trace
 from ..training_state import TrainingState
@@ -164,7 +165,7 @@ def reset(model: nn.Module) -> None:
     if not has_given_up(schedule):
         try:
             schedule.reset()
-            schedule.agreement.meetings.settle()
+            settle()
             with suppress(StateError):  # another rank's backward has raised, as this call says
                 schedule.reducer.read_outcome()
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -121,7 +121,11 @@ def compare_copies(
         CheckpointError: with the names of two that differ, or for a file that cannot be read.
     """
     for named in copies:
-        (first, one), *others = named.items()
+        # As the files have them: in memory they may lie in another order each.
+        (first, one), *others = (
+            (name, replace(stored, order=tuple(range(len(stored.shape)))))
+            for name, stored in named.items()
+        )
         share = -(-prod(one.shape) // world_size)
         parts = [
             (max(begin, rank * share), min(end, (rank + 1) * share))

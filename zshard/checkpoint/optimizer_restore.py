@@ -217,8 +217,8 @@ def _match_groups(
                     for k, v in options.items()
                     if k not in ("params", "param_names")
                 }
-                if "amsgrad" in group:  # of which zshard's optimizers, if they were saved, know
-                    own_options.setdefault("amsgrad", False)  # nothing, and have no maxima
+                if "amsgrad" in group:  # zshard's optimizers save no such setting, and no maxima
+                    own_options.setdefault("amsgrad", False)
             except (OptimizerError, TypeError, RuntimeError) as error:
                 found.match.problems.append(f"param_groups[{number}]: {error}")
             else:

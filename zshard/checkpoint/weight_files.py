@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError
 from . import files
-from .manifest import CHUNK_BYTES, MAX_NBYTES, NAME, Stored
+from .manifest import CHUNK_BYTES, MAX_NBYTES, NAME, Manifest, Stored
 from .manifest_reading import read_manifest
 from .tensorfile import CODES, Slab, read_header
 
@@ -21,56 +21,76 @@ class WeightFiles(NamedTuple):
 
     folder: str
     tensors: dict[str, Stored]
-    seed: int | None  # of the tensors' checksums; None: they have none
+    saves: dict[str, str | None]  # name of a file -> id of the save that wrote it
+    seed: int | None = None  # of the checksums of all files that a save wrote; None: unchecked
 
 
 def find_weights(path: str) -> WeightFiles:
     """The files that ``path`` names, and the tensors in them.
 
     Raises:
-        CheckpointError: if there are none, or they are damaged.
+        CheckpointError: if there are none, or they are damaged, or of two saves.
     """
-    saves: set[str | None] = set()
-    folder, found = _find(path, saves)
-    save = saves.pop() if len(saves) == 1 else None
-    if save is None or not files.exists(os.path.join(folder, NAME)):
-        return WeightFiles(folder, found, None)
-    manifest = read_manifest(folder)
-    if manifest.id != save:
-        return WeightFiles(folder, found, None)
-    checked = {
+    found = _find(path)
+    ids = {save for save in found.saves.values() if save is not None}
+    if len(ids) > 1:
+        raise CheckpointError(f"{path}: its files are of {len(ids)} saves, mixed: {found.saves}")
+    if not ids or not files.exists(os.path.join(found.folder, NAME)):
+        return found
+    manifest = read_manifest(found.folder)
+    return _checked(found, manifest) if ids == {manifest.id} else found
+
+
+def _checked(found: WeightFiles, manifest: Manifest) -> WeightFiles:
+    """``found`` with the checksums of the save that wrote it."""
+    saved = {
         (stored.file, name): stored
         for of_kind in manifest.tensors.values()
         for name, stored in of_kind.items()
     }
-    tensors = {name: checked.get((each.file, name), each) for name, each in found.items()}
-    return WeightFiles(folder, tensors, manifest.seed)
+    tensors = dict(found.tensors)
+    for name, there in found.tensors.items():
+        if found.saves[there.file] is None:
+            continue
+        stored = saved.get((there.file, name))
+        if stored is None or _place_of(stored) != _place_of(there):
+            raise CheckpointError(
+                f"{os.path.join(found.folder, there.file)}: {name} is not where {NAME} beside it "
+                f"says: the file is damaged, or was changed. Without {NAME} it is not checked."
+            )
+        tensors[name] = stored
+    return found._replace(tensors=tensors, seed=manifest.seed)
 
 
-def _find(path: str, saves: set[str | None]) -> tuple[str, dict[str, Stored]]:
-    """The folder and the tensors; ``saves`` takes the ids of the saves that wrote the files."""
+def _place_of(stored: Stored) -> tuple[object, ...]:
+    """What a file's header says of a tensor."""
+    return stored.offset, stored.dtype, stored.shape
+
+
+def _find(path: str) -> WeightFiles:
     if not files.exists(path):
         raise CheckpointError(f"{path}: does not exist")
     if files.is_folder(path):
         for name in (_INDEX, _SINGLE):
             if files.exists(os.path.join(path, name)):
-                return _find(os.path.join(path, name), saves)
+                return _find(os.path.join(path, name))
         raise CheckpointError(f"{path}: has neither {_INDEX} nor {_SINGLE}")
     folder, name = os.path.split(path)
     if not name.endswith(".json"):
-        return folder, _stored_in(folder, name, saves)
+        return _read_file(folder, name)
     weight_map = _read_index(path)
-    found: dict[str, Stored] = {}
+    found = WeightFiles(folder, {}, {})
     for file in sorted(set(weight_map.values())):
-        there = _stored_in(folder, file, saves)
+        there = _read_file(folder, file)
         wanted = [tensor for tensor, of in weight_map.items() if of == file]
-        if lost := sorted(set(wanted) - set(there)):
+        if lost := sorted(set(wanted) - set(there.tensors)):
             raise CheckpointError(
                 f"{os.path.join(folder, file)}: {path} says that {', '.join(lost)} are in it, and "
                 "they are not"
             )
-        found.update((tensor, there[tensor]) for tensor in wanted)
-    return folder, found
+        found.tensors.update((tensor, there.tensors[tensor]) for tensor in wanted)
+        found.saves.update(there.saves)
+    return found
 
 
 def _read_index(path: str) -> dict[str, str]:
@@ -85,11 +105,11 @@ def _read_index(path: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def _stored_in(folder: str, name: str, saves: set[str | None]) -> dict[str, Stored]:
+def _read_file(folder: str, name: str) -> WeightFiles:
     with files.File.to_read(os.path.join(folder, name)) as file:
         header = read_header(file)
-    saves.add(header.save)
-    return {tensor: _unchecked(name, slab) for tensor, slab in header.slabs.items()}
+    tensors = {tensor: _unchecked(name, slab) for tensor, slab in header.slabs.items()}
+    return WeightFiles(folder, tensors, {name: header.save})
 
 
 def _unchecked(file: str, slab: Slab) -> Stored:

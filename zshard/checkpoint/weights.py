@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -98,10 +99,18 @@ def load_weights(
         if match.copies:
             rank, world_size = peers.world_rank, peers.world_size
             peers.together(lambda: compare_copies(found.folder, match.copies, rank, world_size))
-        change(schedule, peers, lambda: fill(found.folder, match.pairs, found.seed), None)
+        change(schedule, peers, partial(_fill, found, match), None)
     if strict:
         schedule.updates.begin_anew()
     return Loaded(None, match.missing, match.unexpected)
+
+
+def _fill(found: WeightFiles, match: Match) -> None:
+    """Read all pairs' tensors; those that zshard has written by their checksums."""
+    ours = [pair for pair in match.pairs if found.saves[pair[1].file] is not None]
+    others = [pair for pair in match.pairs if found.saves[pair[1].file] is None]
+    fill(found.folder, ours, found.seed)
+    fill(found.folder, others, None)
 
 
 def export(

@@ -121,16 +121,16 @@ class FusedOptimizer(Optimizer):
         if len(set(map(id, added))) < len(added):
             self.param_groups.pop()
             raise InputError("a param group has a parameter twice; a step would update it once")
-        for param in added:
-            if param.dtype == torch.float64:  # of which the master is, too
-                self.param_groups.pop()
-                raise other_master(param, param.dtype)
         if any(type(param) is LiveLeaf for param in added):
             raise OptimizerError(
                 "the optimizer was given whole parameters, which modules hold while their unit "
                 "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
                 "first."
             )
+        for param in added:
+            if param.dtype == torch.float64 and param.requires_grad:  # its master is, too
+                self.param_groups.pop()
+                raise other_master(param, param.dtype)
 
     def _update(self, kind: Kind, batch: Batch, active: list[bool], hypers: list[Hyper]) -> None:
         if not any(active):

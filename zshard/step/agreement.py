@@ -9,6 +9,7 @@ from ..comm import Comm
 from ..errors import StateError
 from ..tag import Tag
 from ..unit import State, Unit
+from .debts import settle
 from .executor import Executor
 from .meeting import Intent, Message, meetings_of, refuse, refuse_trained, trained_names
 from .outcome import Ending
@@ -47,8 +48,8 @@ class Agreement:
         self._programs, self._run = Programs(), Run()
         self._backward: Key = ()  # of the last one
         self._loose = False  # whether ranks have left a program, and meet at passes' ends as well
-        self.meetings = meetings_of(comm)
-        self.number = self.meetings.join(self)
+        self._meetings = meetings_of(comm)
+        self.number = self._meetings.join(self)
 
     # --- passes ----------------------------------------------------------------------------------
 
@@ -79,8 +80,8 @@ class Agreement:
             MismatchError: on every rank, if another begins something else.
         """
         self.before_meeting()
-        self.meetings.settle()
-        self.meetings.pause(self)
+        settle()
+        self._meetings.pause(self)
         # Backward meets units in about the reverse of the unit map's order.
         trained = [u.index for u in reversed(self._units) if u.trained_count] if reduces else []
         names = ""
@@ -95,7 +96,7 @@ class Agreement:
             checksum=tally.checksum,
             buffers=int(buffers),
         )
-        messages = self.meetings.begin(self, self._comm, mine, label, self._executor.step)
+        messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
         if self._run.to_be_learned:
             self._learn()
         if intent.same_about and len({message.about for message in messages}) > 1:
@@ -117,17 +118,17 @@ class Agreement:
             meets_at_end=gathers and (self._loose or program is None),
         )
         if not gathers:
-            self.meetings.go_on(self)
+            self._meetings.go_on(self)
         elif intent.is_forward:
-            self.meetings.enter_forward(self)
+            self._meetings.enter_forward(self)
         return messages
 
     def finish(self) -> None:
         """End a pass: take part in what is left of the program, and meet where that is due."""
         if not self._run.paused:  # else it was left by an exception where it had ended already
             self._finish_part()
-        self.meetings.leave_forward(self)
-        self.meetings.go_on(self)
+        self._meetings.leave_forward(self)
+        self._meetings.go_on(self)
 
     def pause(self) -> None:
         """Cut a forward, for another model's pass to begin inside of it."""
@@ -155,14 +156,14 @@ class Agreement:
             if run.to_be_learned:
                 self._learn()
         elif not run.reduces and run.key[:1] != (Intent.RENEW,):
-            self.meetings.open = True
+            self._meetings.open = True
         run.end()
 
     def meet_before_change(self) -> None:
         """Before parameters change: meet ranks that may still need them as they were."""
-        if self.meetings.open and self._executor.has_peers:
+        if self._meetings.open and self._executor.has_peers:
             mine, label = Message(self.number, Intent.END), "a change of parameters"
-            self.meetings.begin(self, self._comm, mine, label, self._executor.step)
+            self._meetings.begin(self, self._comm, mine, label, self._executor.step)
 
     def make_way(self) -> None:
         """Let another model's pass begin inside this one, where ranks may need unlike things.
@@ -191,12 +192,12 @@ class Agreement:
         """An exception leaves the pass; see [Note: after an exception] in backward.py."""
         self._run.aborted = True
         if self._run.key and Intent(self._run.key[0]).is_forward:
-            self.meetings.left = True
+            self._meetings.left = True
 
     def abandon(self) -> None:
         """Forget what is left of a pass that was aborted."""
         self._run.abandon()
-        self.meetings.leave_forward(self)
+        self._meetings.leave_forward(self)
         self.prefetched.forget()
 
     def forget(self) -> None:
@@ -233,8 +234,8 @@ class Agreement:
         if known and not leads_to(turn, self._run.rest, past_reductions=peers):
             self._leave_program(unit)
         if self._run.program is None:
-            message = Message(self.number, Intent.GATHER, unit.index)
-            self._meet(message, f"a gather of unit {unit.label!r}")
+            mine = Message(self.number, Intent.GATHER, unit.index)
+            self._meet(mine, f"a gather of unit {unit.label!r}")
             return
         while self._run.next != turn:
             self._take_part()
@@ -258,8 +259,8 @@ class Agreement:
         if self._run.program is not None:
             self._advance()  # no gather into its memory yet: a node may read a detached weight
             return
-        ready = Message(self.number, Intent.READY, unit.index)
-        self._meet(ready, f"the reduction of unit {unit.label!r}")
+        message = Message(self.number, Intent.READY, unit.index)
+        self._meet(message, f"the reduction of unit {unit.label!r}")
 
     def has_reduced(self, unit: Unit) -> bool:
         """Whether ``unit`` was reduced in this pass."""
@@ -304,7 +305,7 @@ class Agreement:
     # --- meetings --------------------------------------------------------------------------------
 
     def _meet(self, mine: Message, label: str) -> list[Message]:
-        return self.meetings.meet(self._comm, mine, label, self._executor.step)
+        return self._meetings.meet(self._comm, mine, label, self._executor.step)
 
     def serve(self, mine: Message, messages: Sequence[Message]) -> None:
         """Carry out what ranks ask for of this model in a meeting; see ``Meetings.meet``."""
@@ -340,8 +341,7 @@ class Agreement:
         gathered = self._comm.all_gather_object(needed, Tag(None, "agree", about="program"))
         if None in gathered:
             return
-        everyone: list[list[Turn]] = gathered  # type: ignore[assignment]
-        self._programs.learn(run.key, everyone, run.trained, self._prefetch)
+        self._programs.learn(run.key, gathered, run.trained, self._prefetch)  # type: ignore[arg-type]
         if run.interrupted and not self._programs.is_alike(run.key):
             self._programs.distrust(run.key)  # its rest would have to come before its own end
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn, Protocol, cast
 from weakref import WeakValueDictionary
 
@@ -101,7 +100,6 @@ class Meetings:
         self._forwards: list[Member] = []  # in which one is under way, the outermost first
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
         self._joined = 0
-        self._owed: list[Callable[[], object]] = []
 
     def join(self, member: Member) -> int:
         """Let ``member`` be asked; its number, which it has on every rank."""
@@ -129,20 +127,6 @@ class Meetings:
         """That pass has ended."""
         if self._forwards and self._forwards[-1] is not member:
             self._forwards[-1].go_on()
-
-    def owe(self, meeting: Callable[[], object]) -> None:
-        """An exception leads this rank past ``meeting``, in which the others will wait for it."""
-        self._owed.append(meeting)
-
-    def settle(self) -> None:
-        """Come to the meetings that are owed, where the others learn why they were kept waiting."""
-        while self._owed:
-            with suppress(MismatchError):  # it is for them
-                self._owed.pop(0)()
-
-    def forgive(self) -> None:
-        """Owe nothing any more, as nobody waits."""
-        self._owed.clear()
 
     def begin(
         self, member: Member, comm: Comm, mine: Message, label: str, step: int
