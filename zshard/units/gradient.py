@@ -115,8 +115,9 @@ class Gradients:
         if isinstance(value, Sharded) and (value.flat is not flat or value.segment != index):
             other = "" if value.flat.schedule is flat.schedule else " of another model"
             raise InputError(
-                f"{flat.names[index]}: its gradient cannot be a tensor of {value.fqn}{other}. Copy "
-                "the values: param.grad = torch.zeros_like(param); param.grad.copy_(tensor)"
+                f"{flat.names[index]}: the gradient of {value.fqn}{other}, or what is made of it, "
+                "cannot be its own. Copy the values: param.grad = torch.zeros_like(param); "
+                "param.grad.copy_(tensor)"
             )
         if value is not None:
             self._apply_scale(index)
