@@ -288,8 +288,7 @@ def test_the_ranks_agree_on_every_norm_though_one_has_looked_in_between(norm_typ
 
 def test_a_limit_on_another_device_is_taken_in_the_norms_dtype_and_not_waited_for() -> None:
     limit, shown = _largest(torch.ones(1, dtype=torch.float64, device="meta"), torch.float32)
-    assert isinstance(limit, Tensor) and limit.dtype == torch.float32 and limit.ndim == 0
-    assert shown is None
+    assert (limit.dtype, limit.ndim, shown) == (torch.float32, 0, None)
 
 
 def assert_same_gradients(model: torch.nn.Module, plain: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
+from zshard.step import debts
+from zshard.wrap import schedule_of
 
 PRECISIONS = {
     "own": None,
@@ -199,3 +202,40 @@ def test_after_an_exception_inside_on_some_ranks_all_go_on_together(
     for params in zip(*(params for _, params in found), strict=True):
         assert all(torch.equal(param, params[0]) for param in params)
     assert (found[0][1][1] < 0.4).any(), "nothing of what was written is taken"
+
+
+def gives_up_with_a_debt(rank: int, world_size: int) -> tuple[str, list[Tensor]]:
+    """Rank 1 leaves the context by an exception, and all collectives before its next call."""
+    model = trained(torch.float32, comm="peer")
+    said = ""
+    try:
+        with zshard.full_params(model, write=True):
+            if rank == 1:
+                raise KeyError("user code")
+    except KeyError as error:
+        schedule_of(model).comm.give_up(error, "the test")
+    except zshard.CommError as error:
+        said = str(error)
+    zshard.reset(model)
+    model(torch.ones(2, 5)).square().mean().backward()
+    return said, [zshard.full_grad(model, name) for name, _ in model.named_parameters()]
+
+
+def test_after_all_ranks_began_anew_no_meeting_is_owed() -> None:
+    (said, grads), (own, others) = run_ranks(gives_up_with_a_debt, 2, timeout=30)
+    assert "KeyError was raised in it during the test" in said and own == ""
+    assert all(torch.equal(*pair) for pair in zip(grads, others, strict=True))
+
+
+def owing(rank: int, world_size: int) -> list[int]:
+    """How many meetings a forked child owes, and its parent."""
+    model = trained(torch.float32)
+    debts.owe(schedule_of(model).agreement, "the end of something")
+    if (child := os.fork()) == 0:
+        os._exit(len(debts._OWED))
+    _, status = os.waitpid(child, 0)
+    return [os.waitstatus_to_exitcode(status), len(debts._OWED)]
+
+
+def test_a_forked_child_owes_nothing() -> None:
+    assert run_ranks(owing, 1, group=False) == [[0, 1]]
