@@ -25,6 +25,8 @@ PYTHON_SOURCES := setup.py cmake zshard tests benchmarks
 train: $(BUILT)
 	$(VENV)/bin/zshard train $(ARGS)
 
+# Ranks and commands start by the thousand; where Python kept no bytecode, each would compile anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(BUILT)
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 20 $(or $(ARGS),tests)
 

@@ -116,7 +116,7 @@ def test_over_shared_memory_all_ranks_go_on_after_a_reset(kind: str, tmp_path: P
 def test_over_the_process_group_the_rank_takes_part_in_nothing_more(tmp_path: Path) -> None:
     other, own = run_ranks(interrupted, 2, str(tmp_path), "group", "load")
     assert own[0][0] == "KeyboardInterrupt: "
-    assert "is refused: KeyboardInterrupt was raised in load(" in own[0][2]
+    assert "KeyboardInterrupt was raised in it during load(" in own[0][2]
     assert "CommError" in other[0][0]
 
 

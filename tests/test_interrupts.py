@@ -56,8 +56,10 @@ TURNS = {
     "begin a pass": (Programs, "of"),
     "end a backward": (OutcomeSum, "start"),
 }
+GATHERS = [("gather", 1), ("gather", 3)]
 POINTS = [
-    *((site, at) for site in ("gather", "pack", "reduce") for at in (1, 3)),
+    *GATHERS,
+    *((site, at) for site in ("pack", "reduce") for at in (1, 3)),
     ("begin a forward", 1),
     ("begin a pass", 2),  # a backward
     ("end a backward", 1),
@@ -187,36 +189,81 @@ def test_after_ctrl_c_the_model_computes_with_the_parameters_that_it_holds(
         assert run_ranks(afterwards, size, strategy, rule, site, timeout=120) == [[], []]
 
 
-def alone(rank: int, world_size: int, strategy: str, site: str, at: int) -> str:
+def alone(rank: int, world_size: int, strategy: str, site: str, at: int) -> tuple[str, ...]:
     """Over the process group: rank 0 is interrupted, and goes on; rank 1 is not."""
     model = zshard.wrap(Blocks(), strategy=strategy, comm="group")
+    another = zshard.wrap(Blocks(), comm="group")
     optimizer = zshard.AdamW(model.parameters())
     for number in range(2):
         step(model, optimizer, batch(rank, number))
+    refused: list[str] = []
     if rank == 0:
         with pytest.raises(KeyboardInterrupt), Interrupts(site, at):
             step(model, optimizer, batch(rank, 2))
         zshard.reset(model)
+        for use in (lambda: another(batch(rank, 2)), lambda: zshard.wrap(Blocks(), comm="group")):
+            with pytest.raises(zshard.CommError) as caught:
+                use()
+            refused.append(str(caught.value))
     with pytest.raises(zshard.CommError) as caught:
         for number in range(2, 5):
             step(model, optimizer, batch(rank, number))
-    return str(caught.value)
+    return str(caught.value), *refused
 
 
-@pytest.mark.parametrize(
-    ("strategy", "site", "at"),
-    [
-        *((strategy, *point) for strategy in ("zero3", "zero2") for point in POINTS),
-        ("zero2", "begin a pass", 3),  # a gather of updated parameters
-    ],
-)
+TURNS_OF_ONE = [
+    *((strategy, *point) for strategy in ("zero3", "zero2") for point in POINTS),
+    ("zero2", "begin a pass", 3),  # a gather of updated parameters
+]
+
+
+@pytest.mark.parametrize(("strategy", "site", "at"), TURNS_OF_ONE)
 def test_a_rank_that_ctrl_c_took_out_of_a_turn_over_the_group_takes_part_in_nothing_more(
     strategy: str, site: str, at: int
 ) -> None:
     """Else its next collective would be taken for another: gloo ends the process, or garbage."""
-    own, other = run_ranks(alone, 2, strategy, site, at)
-    assert "KeyboardInterrupt was raised in the" in own and "Start the processes anew" in own
+    (*own, another, new), (other,) = run_ranks(alone, 2, strategy, site, at)
+    for said in (*own, another, new):
+        assert "KeyboardInterrupt was raised in it during the" in said
+        assert "start the processes anew" in said
     assert "rank 1 of 2" in other
+
+
+def told(rank: int, world_size: int, strategy: str, site: str, at: int) -> tuple[str, bool]:
+    """Over shared memory: rank 0 is interrupted, and both come back."""
+    runs = []
+    said = ""
+    for interrupts in (True, False):
+        torch.manual_seed(0)
+        model = zshard.wrap(Blocks(), strategy=strategy, comm="peer")
+        optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            step(model, optimizer, batch(rank, number))
+        if interrupts:
+            try:
+                with Interrupts(site, at) if rank == 0 else nullcontext():
+                    step(model, optimizer, batch(rank, 2))
+            except (KeyboardInterrupt, zshard.CommError) as error:
+                said = f"{type(error).__name__}: {error}"
+            zshard.reset(model)
+            optimizer.zero_grad()
+        # zero2 gathers when all have made the update.
+        made = strategy == "zero2" and (site, at) in (*GATHERS, ("begin a pass", 3))
+        for number in range(2 + (made and interrupts), 4):
+            step(model, optimizer, batch(rank, number))
+        runs.append(values(model))
+    return said, all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize(("strategy", "site", "at"), TURNS_OF_ONE)
+def test_a_rank_that_ctrl_c_took_out_of_a_turn_over_shared_memory_tells_the_others(
+    strategy: str, site: str, at: int
+) -> None:
+    """They would wait for it until the group's timeout."""
+    (own, own_same), (other, other_same) = run_ranks(told, 2, strategy, site, at, timeout=30)
+    assert own == "KeyboardInterrupt: "
+    assert "has left the collectives: KeyboardInterrupt was raised in it during" in other
+    assert own_same and other_same
 
 
 def between_meetings(rank: int, world_size: int) -> list[str]:

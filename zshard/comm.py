@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import CommError, Error
+from .errors import Error
 from .streams import Lane
 from .tag import Tag
 from .tracing.records import Transfer
@@ -21,7 +21,6 @@ from .training_state import require_untransformed
 from .transports.counters import CommStats
 from .transports.groups import Ranks
 from .transports.handle import Handle
-from .transports.meanwhile import Meanwhile
 from .transports.mesh import groups_of
 from .transports.messages import Together, Work
 from .transports.named_errors import NamedErrors
@@ -66,7 +65,6 @@ class Comm:
         # The global ranks along both axes: models that have these in common meet each other.
         self.ranks = self.shards.members, self.replicas.members
         self.broken = False  # a collective has failed; those to come cannot be expected to work
-        self.left = ""  # why this process can take part in nothing any more
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
         self.trace: Trace | None = None  # records what goes through
@@ -294,35 +292,23 @@ class Comm:
         except Error:
             raise
         except BaseException as error:  # out of a signal's handler, say
-            if not over.in_memory and over.neighbours is None and over.size > 1:
-                self.leave(error, f"{op} in {tag}")
+            self.give_up(type(error), f"{op} in {tag}")
             raise
 
-    def meanwhile(self, what: str, unit: str = "") -> Meanwhile:
+    def turn(self, what: str, unit: str = "") -> Turn:
         """A context in which Ctrl-C leaves a collective that the other ranks are in, or will be."""
-        return Meanwhile(self, what, unit)
+        return Turn(self, what, unit)
 
-    def leave(self, error: BaseException, where: str) -> None:
-        """Take part in no collective any more, as ``error`` has left one half done."""
-        self.broken = True
-        self.left = (
-            f"{type(error).__name__} was raised in {where}, which left that collective half done, "
-            "and the other ranks would mistake this one for it. Start the processes anew, from the "
-            "last checkpoint."
-        )
-
-    def give_up(self, error: BaseException, where: str) -> None:
-        """Take part in nothing more; ranks that share memory may begin anew, by ``reset``."""
+    def give_up(self, kind: type[BaseException], where: str) -> None:
+        """Take part in no collective any more: see [Note: half done]."""
         for over in self.axes:
-            if over.neighbours is None:
-                self.leave(error, where)
-            else:
-                kind = type(error).__name__
-                over.neighbours.give_up(f"{kind} was raised in it during {where}")
+            if over.standing is not None:
+                over.standing.leave(kind, where)
+                self.broken = True
 
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:
-        if self.left:
-            raise CommError(f"{self.me}: {op} in {tag} is refused: {self.left}")
+        if (standing := over.standing) is not None:
+            standing.require()
         self.stats.calls[op] += 1
         self.stats.sent_bytes[op] += sent
         if over.sends(op):
@@ -330,3 +316,21 @@ class Comm:
         over.note(op, tag)
         if self.interpose is not None:
             self.interpose(op, tag)
+
+
+class Turn(NamedTuple):
+    """See ``Comm.turn``. Exceptions but Ctrl-C come on all ranks alike, or the others are told."""
+
+    comm: Comm
+    what: str
+    unit: str
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            of = f" of unit {self.unit!r}" if self.unit else ""
+            self.comm.give_up(kind, self.what + of)

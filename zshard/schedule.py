@@ -22,7 +22,6 @@ left. What comes next is known from the last time, see [Note: one agreed order].
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,16 +51,6 @@ from .unit import State, Unit
 from .units.pool import Pool
 
 LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
-
-
-def _leave_in_child() -> None:
-    """A forked process has its parent's connections but is no rank: nobody would answer it."""
-    for schedule in list(LIVE):
-        if any(over.backend != "fake" for over in schedule.comm.axes):
-            schedule.comm.left = "this process was forked from a rank; call the model in the rank"
-
-
-os.register_at_fork(after_in_child=_leave_in_child)
 
 
 class Schedule:
@@ -143,7 +132,7 @@ class Schedule:
         if not due:
             return
         about = " ".join(unit.label for unit in due)
-        with self.comm.meanwhile("the beginning of a gather of updated parameters"):
+        with self.comm.turn("the beginning of a gather of updated parameters"):
             self.agreement.begin(Intent.RENEW, about, "a gather of updated parameters")
         for unit in due:
             if unit.state is State.SHARDED:  # not gathered for another rank's sake meanwhile

@@ -24,9 +24,6 @@ T = TypeVar("T")
 class Peers:
     """The ranks of a wrapped model, as a save or a load meets them.
 
-    As a context it is the whole of one: where Ctrl-C, or what a signal's handler raises, leaves it,
-    the other ranks are told, who wait for this one's next stage.
-
     Args:
         what: is done, for errors.
     """
@@ -34,15 +31,6 @@ class Peers:
     def __init__(self, comm: Comm, what: str) -> None:
         self.world_rank, self.world_size, self.what = comm.world_rank, comm.world_size, what
         self.comm = comm
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if error is not None and not isinstance(error, Exception):
-            self.comm.give_up(error, self.what)
 
     def gather(self, stage: Callable[[], T]) -> list[T]:
         """Run ``stage`` on every rank; its results (picklable), in rank order.

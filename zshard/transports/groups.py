@@ -16,6 +16,7 @@ from ..errors import WrapError
 from .control import control_group
 from .discovery import find_each_other
 from .messages import Messenger, Together, Work
+from .standing import Standing, standing_in
 
 if TYPE_CHECKING:
     from ..tag import Tag
@@ -81,10 +82,18 @@ class Ranks:
         self.control = group
         if group is not None and self.nccl and self.size > 1:
             self.control = control_group(group, device)
+        self._standing: Standing | None = None
+        if group is not None and self.size > 1 and self.backend != "fake":
+            self._standing = standing_in(group)
 
     def name(self, rank: int) -> str:
         """What errors call ``rank`` of these."""
         return f"rank {self.members[rank]}"
+
+    @property
+    def standing(self) -> Standing | None:
+        """Whether this rank takes part still; None where there is nobody else."""
+        return self.neighbours or self._standing
 
     def find_hosts(self) -> None:
         """Learn from every rank whether all are on one host; see [Note: the ways of gloo].

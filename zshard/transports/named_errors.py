@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import CommError, Error
-from .neighbours import Missed
+from .standing import Missed
 
 if TYPE_CHECKING:
     from ..comm import Comm
@@ -27,8 +27,7 @@ class NamedErrors(NamedTuple):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        neighbours = self.comm.shards.neighbours
-        if neighbours is not None and neighbours.failed:
+        if any(over.standing is not None and over.standing.failed for over in self.comm.axes):
             self.comm.broken = True
         if isinstance(error, RuntimeError) and not isinstance(error, Error):
             self.comm.broken = True

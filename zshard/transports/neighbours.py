@@ -6,7 +6,6 @@ is in a meeting of one model finds there a rank that is in a meeting of another.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 import weakref
@@ -21,6 +20,7 @@ from .control import timeout_of
 from .groups import Ranks, gather_objects
 from .processes import Processes
 from .shared import SharedArena, SharedWindow
+from .standing import Missed, Standing
 
 _SLICE_SECONDS = 0.05  # of a wait, between looks at whether the others are alive
 _MAILBOX_BYTES = 1 << 20  # of each rank
@@ -29,27 +29,19 @@ _SMALL_SUM = 1 << 16  # bytes: sums below have a window of their own, to be wait
 _FAILED = b"!"  # starts the note of a rank that has given up
 
 
-class Missed(RuntimeError):
-    """A rank that will not come any more was waited for; says which one, and why."""
-
-
-class Neighbours:
-    """What the ranks of ``ranks`` share.
-
-    As a context it is for the middle of a collective: an exception that leaves it, out of a
-    signal's handler say, is told to the others, and makes this rank give up.
+class Neighbours(Standing):
+    """What the ranks of ``ranks`` share; a rank that gives up tells the others.
 
     Args:
         processes: those of the ranks.
 
     Attributes:
         token: the same on all of them, and only there.
-        failed: why this rank has given up, "" as long as it has not; see ``recover``.
     """
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup, processes: Processes) -> None:
         self.token = str(ranks.all_gather_object(secrets.token_hex(8))[0])
-        self.failed = ""
+        super().__init__("call zshard.reset(model) on every rank, or start anew")
         self._ranks, self._processes = ranks, processes
         self._seconds = timeout_of(group, ranks.device).total_seconds()
         self._arena = SharedArena(ranks)
@@ -82,20 +74,7 @@ class Neighbours:
     def give_up(self, why: str) -> None:
         """Tell the others, from now on, that this rank takes part no longer."""
         self._write_note(_FAILED + why.encode()[: _NOTE_BYTES - 2] + b"\0")
-        self.failed = self.failed or why
-
-    def __enter__(self) -> None:
-        if self.failed:
-            raise Missed(
-                f"this rank has left the collectives ({self.failed}); call zshard.reset(model) on "
-                "every rank, or start anew"
-            )
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is not None:
-            self.give_up(f"{kind.__name__} was raised in it during a collective")
+        super().give_up(why)
 
     def _noted(self, rank: int) -> str:
         text: bytes = self._notes[rank].tobytes()
@@ -280,12 +259,3 @@ def _sum(rows: torch.Tensor, maximum: bool) -> torch.Tensor:
 
 # By the id of the group, which a `Neighbours` keeps (by its ranks) so that no other takes it.
 known: weakref.WeakValueDictionary[int, Neighbours] = weakref.WeakValueDictionary()
-
-
-def _leave_in_child() -> None:
-    """A forked process has its parent's memory but is no rank: it would count as its parent."""
-    for neighbours in list(known.values()):
-        neighbours.failed = "this process was forked from a rank"
-
-
-os.register_at_fork(after_in_child=_leave_in_child)

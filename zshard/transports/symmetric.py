@@ -25,31 +25,11 @@ from ..streams import Mark, compute_waits, mark_here
 from .arena import COPIED, Window
 from .in_memory import InMemoryRanks
 from .messages import Work
-from .neighbours import Missed
+from .standing import standing_in
 from .symmetric_memory import Allocator, SymmetricArena, TorchAllocator
 
 # Channels of barriers. What is mailed is gathered on any lane, so beside what others lend.
 _GATHERS, _REDUCTIONS, _MAIL = 0, 1, 2
-
-
-class _Attendance:
-    """A context in which an exception leaves a collective half done: none is begun after it."""
-
-    def __init__(self) -> None:
-        self._failed = ""
-
-    def __enter__(self) -> None:
-        if self._failed:
-            raise Missed(
-                f"{self._failed} was raised on this rank between two barriers of an earlier one; "
-                "start the processes anew, from the last checkpoint"
-            )
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is not None and not self._failed:
-            self._failed = kind.__name__
 
 
 class SymmetricRanks(InMemoryRanks[Window]):
@@ -68,7 +48,7 @@ class SymmetricRanks(InMemoryRanks[Window]):
         self.arena = SymmetricArena(weakref.proxy(self), allocator or TorchAllocator())
         self._read: dict[int, Mark] = {}  # by address: when the last gather of it had been read
         self._mailbox: torch.Tensor | None = None  # for what was not made by `empty`
-        self._attendance = _Attendance()
+        self._attendance = standing_in(group)
 
     # --- what is lent ----------------------------------------------------------------------------
 
@@ -87,6 +67,8 @@ class SymmetricRanks(InMemoryRanks[Window]):
 
     def release(self, lent: torch.Tensor) -> None:
         """Say that this rank has read what others lend where it lends ``lent``."""
+        if self._attendance.failed:
+            return  # the barrier would meet the others' one before
         with self._attendance:
             self.arena.barrier(_REDUCTIONS)
 
