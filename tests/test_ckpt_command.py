@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from ranks import run_ranks
 from safetensors import safe_open
 
 import zshard
-from zshard.checkpoint import command, saving
+from zshard.checkpoint import catalogue, command, saving
 from zshard.checkpoint.inspect import list_folder
 from zshard.cli import main
 
@@ -126,6 +128,17 @@ def test_info_of_a_folder_is_a_line_for_each_checkpoint_and_marks_the_newest(
     told = json.loads(ckpt(capsys, "info", folder, "--json")[1])
     assert told["newest"] == zshard.latest(folder) == str(folder / "step-2")
     assert set(list_folder(str(folder)).broken) == {str(folder / f"step-{n}") for n in (1, 3)}
+
+
+def test_of_two_jobs_that_save_at_once_info_and_latest_take_the_same_for_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "next_sequence", lambda folder: 7)
+    for day, name in enumerate(("b-first", "a-second"), start=1):
+        clock = SimpleNamespace(now=lambda zone, day=day: datetime(2026, 11, day, tzinfo=zone))
+        monkeypatch.setattr(saving, "datetime", clock)
+        zshard.save(tmp_path / name, zshard.wrap(torch.nn.Linear(2, 2)))
+    assert list_folder(str(tmp_path)).newest == zshard.latest(tmp_path) == str(tmp_path / "b-first")
 
 
 def test_verify_reads_every_byte_of_a_whole_checkpoint(

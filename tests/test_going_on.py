@@ -225,6 +225,10 @@ def test_after_ctrl_c_in_a_forward_errors_say_what_to_do(strategy: str) -> None:
     model = interrupted(strategy, KeyboardInterrupt(), alone=False)
     with pytest.raises(zshard.OptimizerError, match=r"call zshard\.reset\(model\) first"):
         zshard.AdamW(model.parameters())
+    other = zshard.AdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(zshard.OptimizerError, match=r"call zshard\.reset\(model\) first"):
+        other.add_param_group({"params": list(model.parameters())})
+    assert len(other.param_groups) == 1
     with pytest.raises(zshard.StateError, match=r"call zshard\.reset\(model\) first"):
         zshard.state_dict(model)
     model[1].requires_grad_(False)  # of the whole parameters that it holds

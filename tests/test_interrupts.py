@@ -152,8 +152,10 @@ def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) 
     """Where a step, the first or second, was interrupted so that the model is not what it holds."""
     torch.set_num_threads(1)
     wrong: list[str] = []
+    # torch's makes six writes of each parameter: every fifth comes to all of these, too.
+    stride = 5 if (site, rule) == ("end a write", "torch's") else 1
     for before in (0, 1):
-        for at in itertools.count(1):
+        for at in itertools.count(1, stride):
             torch.manual_seed(0)
             comm = "peer" if world_size > 1 else "auto"
             model, plain = zshard.wrap(Blocks(), strategy=strategy, comm=comm), Blocks()

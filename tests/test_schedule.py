@@ -15,7 +15,7 @@ from torch import Tensor
 import zshard
 from zshard.tag import Tag
 from zshard.training_state import TrainingState
-from zshard.unit import State
+from zshard.unit import State, Unit
 from zshard.wrap import schedule_of
 
 # One step of Blocks (three blocks and a root) once the order is known, at every N.
@@ -147,7 +147,7 @@ def test_a_transition_that_the_table_does_not_list_is_refused_by_name() -> None:
     unit = schedule_of(build()).units[1]
     with pytest.raises(zshard.StateError, match=r"blocks\.0.*SHARDED.*cannot become SHARDED"):
         unit.reshard()
-    unit.gather(Tag(0, "gather", "x"), move=True)
+    unit.gather(Tag(0, "gather", "x"), move=True, evict=Unit.reshard)
     unit.wait()
     assert unit.state is State.GATHERED
     with pytest.raises(zshard.StateError, match=r"GATHERED.*cannot become GATHERED"):

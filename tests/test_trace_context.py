@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections import Counter
 from itertools import pairwise
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, simulated
 from steps import build, one_step
+from torch import nn
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 from traced import bytes_by_op, check, trained
 
 import zshard
 from zshard.tag import Tag
 from zshard.tracing.trace import Event
+from zshard.unit import Unit
 from zshard.wrap import schedule_of
 
 
@@ -220,10 +224,10 @@ def ends_under_way(rank: int, world_size: int) -> list[bool]:
     block = schedule_of(model).units[1]
     with zshard.trace(model) as trace:
         if rank == 0:
-            block.gather(Tag(0, "gather", "blocks.0"), move=True)
+            block.gather(Tag(0, "gather", "blocks.0"), move=True, evict=Unit.reshard)
     if rank == 1:
         time.sleep(1.5)  # longer than the end of a trace waits
-        block.gather(Tag(0, "gather", "blocks.0"), move=True)
+        block.gather(Tag(0, "gather", "blocks.0"), move=True, evict=Unit.reshard)
     block.wait()
     block.reshard()
     check(trace)
@@ -235,6 +239,20 @@ def ends_under_way(rank: int, world_size: int) -> list[bool]:
 
 def test_a_transfer_that_has_not_ended_is_cut_and_said_to_be() -> None:
     assert run_ranks(ends_under_way, 2) == [[False], []]
+
+
+def test_a_unit_that_another_one_pushes_out_is_seen_to_be_resharded() -> None:
+    """Of two units in one checkpoint, each recomputation pushes out what was there."""
+    with simulated(0, 2):
+        model = zshard.wrap(nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), prefetch=0)
+        with zshard.trace(model) as trace:
+            x = torch.ones(2, 4)
+            for first, second in (model[:2], model[2:]):
+                x = checkpoint(lambda x, a=first, b=second: b(a(x)), x, use_reentrant=False)
+            x.sum().backward()
+    count = Counter((event.phase, event.unit) for event in trace.events)
+    for unit in map(str, range(4)):
+        assert count["reshard", unit] == count["gather", unit] > 0, (unit, count)
 
 
 def test_the_profiler_shows_the_same_labels_as_ranges_where_they_end_in_one_place() -> None:

@@ -295,9 +295,9 @@ class Comm:
             self.give_up(type(error), f"{op} in {tag}")
             raise
 
-    def turn(self, what: str, unit: str = "") -> Turn:
-        """A context in which Ctrl-C leaves a collective that the other ranks are in, or will be."""
-        return Turn(self, what, unit)
+    def awaited(self, what: str, unit: str = "") -> Awaited:
+        """A context for what the other ranks wait for, so that Ctrl-C in it is to give up."""
+        return Awaited(self, what, unit)
 
     def give_up(self, kind: type[BaseException], where: str) -> None:
         """Take part in no collective any more: see [Note: half done]."""
@@ -318,8 +318,8 @@ class Comm:
             self.interpose(op, tag)
 
 
-class Turn(NamedTuple):
-    """See ``Comm.turn``. Exceptions but Ctrl-C come on all ranks alike, or the others are told."""
+class Awaited(NamedTuple):
+    """See ``Comm.awaited``. Exceptions but Ctrl-C are on all ranks, or the others are told."""
 
     comm: Comm
     what: str

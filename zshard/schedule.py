@@ -132,7 +132,7 @@ class Schedule:
         if not due:
             return
         about = " ".join(unit.label for unit in due)
-        with self.comm.turn("the beginning of a gather of updated parameters"):
+        with self.comm.awaited("the beginning of a gather of updated parameters"):
             self.agreement.begin(Intent.RENEW, about, "a gather of updated parameters")
         for unit in due:
             if unit.state is State.SHARDED:  # not gathered for another rank's sake meanwhile

@@ -123,15 +123,16 @@ class Unit:
         versions = [flat.version for flat in self.flats]
         return self.state is not State.SHARDED and self._gathered_versions != versions
 
-    def gather(self, tag: Tag, *, move: bool) -> None:
+    def gather(self, tag: Tag, *, move: bool, evict: Callable[[Unit], None]) -> None:
         """SHARDED -> GATHERING: take a slot and start the all-gathers into it.
 
         Args:
             move: whether the unit may change its home, which outdates views that a graph holds.
+            evict: reshards a unit that gives way.
         """
         self._last_gather = tag
         if self._needs_slot:
-            self._acquire_slot(move)
+            self._acquire_slot(move, evict)
         self._gathered_versions = []  # an exception may leave some of them unstarted
         self._enter(State.GATHERING)
         for flat in self.flats:
@@ -247,7 +248,7 @@ class Unit:
         if flat.needs_gather:
             self._comm.reclaim(flat.sent, Tag(self._last_gather.step, "step", self.label))
 
-    def _acquire_slot(self, move: bool) -> None:
+    def _acquire_slot(self, move: bool, evict: Callable[[Unit], None]) -> None:
         """Own the home slot, or a new home; see [Note: a unit keeps its slot]."""
         owner = self._home.owner if self._home is not None else None
         pinned = self._attached is self._home and not move
@@ -255,7 +256,7 @@ class Unit:
         # checkpointed region is being recomputed: its recomputation, or the end of a later one,
         # gathers it again; see `Backward.recomputed`.
         if owner is not None and (not owner.in_use or (pinned and not owner.encloses(self))):
-            owner.reshard()
+            evict(owner)
             owner = None
         if owner is not None and pinned:
             raise StateError(

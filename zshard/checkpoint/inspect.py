@@ -128,7 +128,8 @@ def list_folder(folder: str) -> Listing:
             found.checkpoints.append(summarize(path))
         except CheckpointError as error:
             found.unreadable[path] = str(error)
-    found.checkpoints.sort(key=lambda summary: (summary.sequence, summary.saved))
+    # Two jobs may have given one number: ``latest`` goes by the path, then. Exports have none.
+    found.checkpoints.sort(key=lambda s: (s.sequence, s.saved if s.exported else "", s.path))
     return found
 
 

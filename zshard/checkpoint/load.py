@@ -91,7 +91,7 @@ def load(
     kind = None if optimizer is None else type(optimizer).__name__
     begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
-    with schedule.comm.turn(peers.what):
+    with schedule.comm.awaited(peers.what):
         for _ in range(_ATTEMPTS - 1):
             seen: list[str] = []
             try:

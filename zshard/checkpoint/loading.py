@@ -155,8 +155,8 @@ def fill(folder: str, pairs: Sequence[tuple[str, Stored, Sink]], seed: int | Non
         seed: of the checksums; None for files without.
 
     Raises:
-        CheckpointError: naming file and tensor, for a file that cannot be read, or data whose
-            checksum is not the one saved.
+        CheckpointError: naming the file, if it cannot be opened; also the tensor, if it cannot be
+            read, or has another checksum than was saved.
     """
     by_file: dict[str, list[tuple[str, Stored, Sink]]] = {}
     for pair in pairs:

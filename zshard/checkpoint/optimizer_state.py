@@ -158,7 +158,7 @@ def _never_used(optimizer: Optimizer) -> set[int]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = {id(param): optimizer.state.get(param) for param in params}
     steps = {param: values["step"] for param, values in states.items() if values}
-    counts = torch.stack(list(steps.values())).tolist() if steps else []
+    counts = _read_back(list(steps.values()))
     return {param for param, count in zip(steps, counts, strict=True) if count == 0}
 
 
@@ -197,18 +197,26 @@ def held_state(
 
 
 def _read_scalars(scalars: Sequence[tuple[dict[str, Json], torch.Tensor]]) -> None:
-    """Fill in the values of 0-d tensors, with one read-back for each dtype and device."""
-    alike: dict[tuple[torch.dtype, torch.device], list[tuple[dict[str, Json], torch.Tensor]]]
-    alike = defaultdict(list)
-    for entry, value in scalars:
-        alike[value.dtype, value.device].append((entry, value))
-    for (dtype, device), group in alike.items():
-        values = torch.stack([value.detach() for _, value in group]).tolist()
-        for (entry, _), number in zip(group, values, strict=True):
-            finite = not isinstance(number, float) or math.isfinite(number)
-            entry["value"] = number if finite else str(number)
-            entry["dtype"] = str(dtype).removeprefix("torch.")
-            entry["on"] = "host" if device.type == "cpu" else "device"
+    """Fill in the values of 0-d tensors."""
+    numbers = _read_back([value for _, value in scalars])
+    for (entry, value), number in zip(scalars, numbers, strict=True):
+        finite = not isinstance(number, float) or math.isfinite(number)
+        entry["value"] = number if finite else str(number)
+        entry["dtype"] = str(value.dtype).removeprefix("torch.")
+        entry["on"] = "host" if value.device.type == "cpu" else "device"
+
+
+def _read_back(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """The values of 0-d tensors, with one read-back for each dtype and device."""
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for index, value in enumerate(scalars):
+        alike[value.dtype, value.device].append(index)
+    numbers = [0.0] * len(scalars)
+    for indices in alike.values():
+        values = torch.stack([scalars[index].detach() for index in indices]).tolist()
+        for index, number in zip(indices, values, strict=True):
+            numbers[index] = number
+    return numbers
 
 
 def scalar_of(entry: Mapping[str, Json], device: torch.device) -> object:

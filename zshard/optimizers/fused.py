@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..errors import InputError, OptimizerError
+from ..errors import Error, InputError, OptimizerError
 from ..param import Sharded
 from ..schedule import LIVE, Schedule
 from ..step.updates import note_states, note_step
@@ -117,20 +117,11 @@ class FusedOptimizer(Optimizer):
                 raise InputError(f"a param group has {other}")
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        added = self.param_groups[-1]["params"]
-        if len(set(map(id, added))) < len(added):
+        try:
+            _require_updatable(self.param_groups[-1]["params"])
+        except Error:
             self.param_groups.pop()
-            raise InputError("a param group has a parameter twice; a step would update it once")
-        if any(type(param) is LiveLeaf for param in added):
-            raise OptimizerError(
-                "the optimizer was given whole parameters, which modules hold while their unit "
-                "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
-                "first."
-            )
-        for param in added:
-            if param.dtype == torch.float64 and param.requires_grad:  # its master is, too
-                self.param_groups.pop()
-                raise other_master(param, param.dtype)
+            raise
 
     def _update(self, kind: Kind, batch: Batch, active: list[bool], hypers: list[Hyper]) -> None:
         if not any(active):
@@ -322,6 +313,25 @@ class FusedOptimizer(Optimizer):
 
 # What torch.optim's groups say beside the rule: by which kernels it is carried out.
 _TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+def _require_updatable(params: Sequence[torch.Tensor]) -> None:
+    """Make sure that one pass over all of ``params`` updates each of them.
+
+    Raises:
+        InputError, OptimizerError: as ``FusedOptimizer.add_param_group``.
+    """
+    if len(set(map(id, params))) < len(params):
+        raise InputError("a param group has a parameter twice; a step would update it once")
+    for param in params:
+        if type(param) is LiveLeaf:
+            raise OptimizerError(
+                "the optimizer was given whole parameters, which modules hold while their unit "
+                "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
+                "first."
+            )
+        if param.dtype == torch.float64 and param.requires_grad:  # its master is, too
+            raise other_master(param, param.dtype)
 
 
 def _is_trained(param: torch.Tensor) -> bool:

@@ -67,9 +67,10 @@ class Executor:
     def gather(self, unit: Unit) -> None:
         """Start gathering what this rank needs, or will."""
         tag = self._tag("gather", unit)
-        with self._comm.turn("the gather", unit.label), self.doing("gather", unit):
+        with self._comm.awaited("the gather", unit.label), self.doing("gather", unit):
             try:
-                unit.gather(tag, move=self.state is not TrainingState.BACKWARD)
+                move = self.state is not TrainingState.BACKWARD
+                unit.gather(tag, move=move, evict=self.reshard)
             except StateError:
                 unit.join(tag)  # the other ranks are in it
                 raise
@@ -79,7 +80,7 @@ class Executor:
         if unit.strategy.resident and unit.state is State.SHARDED:
             self.gather(unit)  # it will be needed, and lies where it has to
         elif self._comm.size > 1:
-            with self._comm.turn("the gather", unit.label), self.doing("join", unit):
+            with self._comm.awaited("the gather", unit.label), self.doing("join", unit):
                 unit.join(self._tag("gather", unit))
 
     def wait(self, unit: Unit) -> None:
@@ -90,13 +91,13 @@ class Executor:
 
     def reduce(self, unit: Unit) -> None:
         """Reduce the gradients that are there."""
-        with self._comm.turn("the reduction", unit.label):
+        with self._comm.awaited("the reduction", unit.label):
             self._reducer.reduce(unit, self._tag("reduce", unit), self.doing)
 
     def end_reductions(self, ending: Ending) -> None:
         """Complete the reductions, and tell the ranks what came out; see ``Reducer.finish``."""
         tag = self._tag("reduce", self._root)
-        with self._comm.turn("the end of a backward"):
+        with self._comm.awaited("the end of a backward"):
             self._reducer.finish(tag, ending)
         self.step += 1
 

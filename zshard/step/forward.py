@@ -80,7 +80,7 @@ class ForwardHooks:
             schedule.methods.enter_forward()
             self._agreement.begin(Intent.FORWARD, self._executor.gathered, "a forward")
         elif not inside_backward():
-            with schedule.comm.turn("the beginning of a forward"):
+            with schedule.comm.awaited("the beginning of a forward"):
                 self._begin()
         schedule.obtain(self._root)
         self._root.forward_io.enter((args, kwargs))  # what comes before may reshard it, and forget
