@@ -138,12 +138,16 @@ def interrupted(rank: int, world_size: int, site: str) -> list[str]:
     raise AssertionError("still called")
 
 
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "site"),
+    [
+        *((1, site) for site in SITES if site not in ("take a slot", "hold a collective")),
+        *((2, site) for site in SITES),
+    ],
+)
 def test_a_reset_after_ctrl_c_is_as_if_the_step_had_not_been(site: str, world_size: int) -> None:
     if world_size == 1:
-        if site not in ("take a slot", "hold a collective"):  # of which there are none
-            assert interrupted(0, 1, site) == []
+        assert interrupted(0, 1, site) == []
     else:
         assert run_ranks(interrupted, 2, site) == [[], []]
 
@@ -153,7 +157,7 @@ def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) 
     torch.set_num_threads(1)
     wrong: list[str] = []
     # torch's makes six writes of each parameter: every fifth comes to all of these, too.
-    stride = 5 if (site, rule) == ("end a write", "torch's") else 1
+    stride = 5 if rule == "torch's" else 1
     for before in (0, 1):
         for at in itertools.count(1, stride):
             torch.manual_seed(0)
@@ -168,6 +172,7 @@ def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) 
             except KeyboardInterrupt:
                 zshard.reset(model)
             else:
+                assert at > 1 or before, "never called"
                 break  # it is called no more often
             optimizer.zero_grad()
             plain.load_state_dict(zshard.state_dict(model, all_ranks=True))
@@ -179,9 +184,18 @@ def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) 
     return wrong
 
 
-@pytest.mark.parametrize("site", CHANGES)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("size", "strategy"), [(1, "zero1"), (2, "zero2"), (2, "zero3")])
+@pytest.mark.parametrize(
+    ("size", "strategy", "rule", "site"),
+    [
+        (size, strategy, rule, site)
+        for size, strategy in ((1, "zero1"), (2, "zero2"), (2, "zero3"))
+        for rule in RULES
+        for site in CHANGES
+        # What stays whole is attached in wrap; zshard's optimizers write no slices.
+        if (strategy == "zero3" or site != "attach")
+        and (rule == "torch's" or site != "end a write")
+    ],
+)
 def test_after_ctrl_c_the_model_computes_with_the_parameters_that_it_holds(
     size: int, strategy: str, rule: str, site: str
 ) -> None:

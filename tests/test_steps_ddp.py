@@ -25,16 +25,25 @@ def both_sides(
     rank: int, world_size: int, name: str, options: dict[str, object], torchs_optimizer: bool
 ) -> tuple[Record, Record]:
     """Train the same case under DDP, then wrapped; returns (wrapped, DDP)."""
-    make_optimizer = torch_adamw if torchs_optimizer else adamw
-    data = models.batches(name, STEPS, rank)
+    expected = by_ddp(rank, world_size, name, torchs_optimizer)
+    return wrapped(rank, world_size, name, options, torchs_optimizer), expected
+
+
+def by_ddp(rank: int, world_size: int, name: str, torchs_optimizer: bool) -> Record:
     plain = Plain(models.build(name), world_size, models.CASES[name].unused)
     torch.manual_seed(5 + rank)  # dropout's numbers, other ones on every rank
-    expected = train(plain, make_optimizer(plain.module), data)
+    optimizer = (torch_adamw if torchs_optimizer else adamw)(plain.module)
+    return train(plain, optimizer, models.batches(name, STEPS, rank))
+
+
+def wrapped(
+    rank: int, world_size: int, name: str, options: dict[str, object], torchs_optimizer: bool
+) -> Record:
     model = models.build(name)
     torch.manual_seed(5 + rank)
     model = zshard.wrap(model, **options)
-    actual = train(Wrapped(model), make_optimizer(model), data)
-    return actual, expected
+    optimizer = (torch_adamw if torchs_optimizer else adamw)(model)
+    return train(Wrapped(model), optimizer, models.batches(name, STEPS, rank))
 
 
 def assert_ranks_hold_the_same_model(records: list[Record]) -> None:

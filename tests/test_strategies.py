@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 from ranks import run_ranks
-from test_steps_ddp import assert_ranks_hold_the_same_model, both_sides
+from test_steps_ddp import assert_ranks_hold_the_same_model, both_sides, by_ddp, wrapped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import (
@@ -41,29 +41,36 @@ def named(strategy: str) -> object:
     return by_block if strategy == "by_block" else strategy
 
 
-def with_ddp(rank: int, world_size: int, name: str, strategy: str) -> tuple[Record, Record]:
-    return both_sides(rank, world_size, name, {"strategy": named(strategy)}, False)
+def with_strategy(rank: int, world_size: int, name: str, strategy: str) -> Record:
+    return wrapped(rank, world_size, name, {"strategy": named(strategy)}, False)
+
+
+@cache  # the same beside every strategy
+def expected_of(name: str) -> list[Record]:
+    return run_ranks(by_ddp, 2, name, False)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "ddp", "by_block"])
 @pytest.mark.parametrize("name", models.PLAIN_CASES)
 def test_every_strategy_equals_ddp_bit_by_bit(name: str, strategy: str) -> None:
-    results = run_ranks(with_ddp, 2, name, strategy)
-    for actual, expected in results:
+    results = run_ranks(with_strategy, 2, name, strategy)
+    for actual, expected in zip(results, expected_of(name), strict=True):
         assert_same_bits(actual, expected)
-    assert_ranks_hold_the_same_model([actual for actual, _ in results])
+    assert_ranks_hold_the_same_model(results)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "ddp"])
 @pytest.mark.parametrize("name", ["gpt_dropout", "gpt_inside", "gpt_around_reentrant"])
 def test_every_strategy_equals_ddp_with_dropout_and_recomputation(name: str, strategy: str) -> None:
-    for actual, expected in run_ranks(with_ddp, 2, name, strategy):
+    results = run_ranks(with_strategy, 2, name, strategy)
+    for actual, expected in zip(results, expected_of(name), strict=True):
         assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_equals_the_plain_model_on_one_rank(strategy: str) -> None:
-    actual, expected = with_ddp(0, 1, "odd_parameters", strategy)
+    options = {"strategy": named(strategy)}
+    actual, expected = both_sides(0, 1, "odd_parameters", options, False)
     assert_same_bits(actual, expected)
 
 
@@ -137,7 +144,7 @@ def ddp(rank: int, world_size: int, clip: tuple[float, float] | None) -> Record:
 
 
 @cache  # the same beside every strategy
-def by_ddp(world_size: int, clip: tuple[float, float] | None) -> list[Record]:
+def expected_of_two_backwards(world_size: int, clip: tuple[float, float] | None) -> list[Record]:
     return run_ranks(ddp, world_size, clip)
 
 
@@ -145,7 +152,7 @@ def by_ddp(world_size: int, clip: tuple[float, float] | None) -> list[Record]:
 def test_hsdp_on_a_two_by_two_mesh_is_within_tolerance_of_ddp(strategy: str) -> None:
     actual = run_ranks(hybrid, 4, (2, 2), strategy, CLIP)
     assert_ranks_hold_the_same_model(actual)
-    for ours, theirs in zip(actual, by_ddp(4, CLIP), strict=True):
+    for ours, theirs in zip(actual, expected_of_two_backwards(4, CLIP), strict=True):
         assert_close(ours, theirs, tolerance=2e-5)
 
 
@@ -154,8 +161,8 @@ def test_hsdp_on_a_two_by_two_mesh_is_within_tolerance_of_ddp(strategy: str) -> 
 def test_hsdp_with_one_rank_along_an_axis_has_ddps_bits(
     shape: tuple[int, int], strategy: str
 ) -> None:
-    actual, expected = run_ranks(hybrid, 2, shape, strategy, None), by_ddp(2, None)
-    for ours, theirs in zip(actual, expected, strict=True):
+    actual = run_ranks(hybrid, 2, shape, strategy, None)
+    for ours, theirs in zip(actual, expected_of_two_backwards(2, None), strict=True):
         assert_same_bits(ours, theirs)
 
 
@@ -173,13 +180,13 @@ def norms(rank: int, world_size: int, strategy: str, shape: tuple[int, int]) -> 
     return seen
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "ddp", "by_block"])
-def test_every_norm_is_the_same_under_every_strategy(strategy: str) -> None:
+def test_every_norm_is_the_same_under_every_strategy() -> None:
     expected = run_ranks(norms, 2, "zero3", (1, 2))
     assert expected[0] == expected[1] and expected[0][0] > 1e-3 > expected[0][1] > 0
-    for shape in ((1, 2), (2, 1)):
-        for actual, other in zip(run_ranks(norms, 2, strategy, shape), expected, strict=True):
-            assert actual == pytest.approx(other, rel=1e-6)
+    for strategy in ("zero1", "zero2", "ddp", "by_block"):
+        for shape in ((1, 2), (2, 1)):
+            for actual, other in zip(run_ranks(norms, 2, strategy, shape), expected, strict=True):
+                assert actual == pytest.approx(other, rel=1e-6), (strategy, shape)
 
 
 def held_after_reduced(rank: int, world_size: int, strategy: str) -> list[Tensor]:

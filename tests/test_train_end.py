@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +15,9 @@ import pytest
 from train_command import DEADLINE, TINY, command, environment, losses, write_text
 
 import zshard
-from zshard.training.job import STOPPED, Place
+from zshard.training.job import STOPPED
 from zshard.training.launch import LOST_PEER, describe_failure
 from zshard.training.metrics import read_metrics
-from zshard.training.options import TrainOptions, resolve
-from zshard.training.train import Run, train
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -227,18 +224,26 @@ def stopped_at(run: Endless) -> int:
 
 
 @linux
-@pytest.mark.parametrize("sigterm", [to_the_launcher, to_one_rank, to_all_again_and_again])
-def test_sigterm_saves_and_stops_all_ranks_and_resuming_is_bitwise_the_run_that_goes_on(
+@pytest.mark.parametrize("sigterm", [to_the_launcher, to_all_again_and_again])
+def test_sigterm_saves_and_stops_all_ranks(
     fresh: list[object], tmp_path: Path, sigterm: Callable[[Endless], None]
 ) -> None:
-    if sigterm is to_one_rank:  # always within a save in the background, or a validation
-        fresh += ["--save-every", 1, "--eval-every", 1]
+    with started(tmp_path / "run", *fresh) as run:
+        sigterm(run)
+        stopped_at(run)
+
+
+@linux
+def test_resuming_what_sigterm_has_stopped_is_bitwise_the_run_that_goes_on(
+    fresh: list[object], tmp_path: Path
+) -> None:
+    fresh += ["--save-every", 1, "--eval-every", 1]  # always within a save, or a validation
     out = tmp_path / "run"
     with started(out, *fresh) as run:
-        sigterm(run)
+        to_one_rank(run)
         first = stopped_at(run)
     with started(out, "--resume", out, steps=first + 4) as run:
-        sigterm(run)
+        to_the_launcher(run)
         second = stopped_at(run)
     with started(tmp_path / "whole", *fresh, "--out", tmp_path / "whole", steps=second + 1) as run:
         whole = losses(run.out, after=-1)
@@ -299,48 +304,3 @@ def test_a_save_that_fails_at_sigterm_is_an_error_that_names_the_path(endless: E
     assert endless.process.returncode == 1
     assert str(endless.out / "checkpoints") in errors
     assert_gone(endless.ranks)
-
-
-@pytest.fixture
-def own_sigterm() -> Iterator[None]:
-    """For runs in the test's own process, after which it ignores SIGTERM."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize(
-    ("what", "call", "saved"),
-    [
-        ("validation_loss", 1, 0),
-        ("take_step", 3, 3),  # after which there is a validation
-        ("validation_loss", 2, 3),
-        ("save", 1, 5),  # in the background, after step 4
-        ("take_step", 8, 8),
-        ("memory_table", 1, 2),
-    ],
-)
-@pytest.mark.usefixtures("own_sigterm")
-def test_a_run_stopped_anywhere_and_resumed_leaves_the_lines_of_the_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, call: int, saved: int
-) -> None:
-    shape = {"layers": 2, "width": 36, "heads": 3, "seq": 24, "batch": 3, "device": "cpu"}
-    data = (str(write_text(tmp_path / "text")),)
-    options = TrainOptions(**shape, data=data, steps=8, eval_every=3, save_every=4, sample=0)
-    whole, out = replace(options, out=str(tmp_path / "whole")), tmp_path / "run"
-    assert train(whole, Place()) == 0
-    plain, calls = getattr(Run, what), []
-
-    def stopped(*args: object, **named: object) -> object:
-        calls.append(what)
-        if len(calls) == call:
-            signal.raise_signal(signal.SIGTERM)
-        return plain(*args, **named)
-
-    monkeypatch.setattr(Run, what, stopped)
-    complete = saved == options.steps
-    assert train(replace(options, out=str(out)), Place()) == (0 if complete else STOPPED)
-    assert zshard.latest(out / "checkpoints") == str(out / f"checkpoints/step-{saved:08d}")
-    if not complete:
-        assert train(resolve({"resume": str(out)}), Place()) == 0
-    assert losses(out, after=-1) == losses(tmp_path / "whole", after=-1)
