@@ -70,7 +70,7 @@ class Unit:
         comm: Comm,
         pool: Pool,
     ) -> None:
-        self.name, self.module = spec.name, spec.module
+        self.name, self.label, self.module = spec.name, spec.label, spec.module
         self.index, self.parent, self.strategy = index, parent, strategy
         self.flats, self.sites = tuple(flats), tuple(sites)
         self.state = State.SHARDED
@@ -96,11 +96,6 @@ class Unit:
             pool.ledger.add("master", flat.master.nbytes)
             if flat.resident is not None:
                 flat.attach(flat.resident)
-
-    @property
-    def label(self) -> str:
-        """The name that traces and errors show."""
-        return self.name or "root"
 
     def encloses(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""

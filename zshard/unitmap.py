@@ -60,6 +60,11 @@ class UnitSpec:
     parent: int | None
     params: tuple[Owned, ...]
 
+    @property
+    def label(self) -> str:
+        """What errors, traces and tables call it."""
+        return self.name or "root"
+
 
 def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) -> list[UnitSpec]:
     """The units of ``model``, the root first, the rest in order of registration.

@@ -149,7 +149,7 @@ class _Planner:
         units: list[UnitPlan] = []
         sent: list[Collective] = []
         for index, (spec, own) in enumerate(zip(self._specs, flats, strict=True)):
-            label = spec.name or "root"
+            label = spec.label
             states = OPTIMIZERS[setup.optimizer]
             units.append(
                 UnitPlan(

@@ -187,7 +187,7 @@ class Meter(TorchDispatchMode):
                 self._note(item)
         if self._bytes > self._peak:
             phase = "backward" if self._backward else "forward"
-            unit_name = self._specs[self._inside[-1]].name or "root"
+            unit_name = self._specs[self._inside[-1]].label
             self._peak, self._at = self._bytes, f"{phase} {unit_name}"
         return out
 

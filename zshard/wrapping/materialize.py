@@ -181,7 +181,7 @@ class Materializer:
         Raises:
             InputError: if ``init_fn`` did what cannot work; on every rank, if it did so on one.
         """
-        unit = spec.name or "root"
+        unit = spec.label
         together(
             partial(self._fill, spec),
             self._comm,

@@ -52,7 +52,7 @@ def check(
     facts = [
         _Fact(
             owned.name,
-            spec.name or "root",
+            spec.label,
             strategy.name,
             tuple(owned.param.shape),
             dense_stride(owned.param),
@@ -141,7 +141,7 @@ def values(specs: Sequence[UnitSpec], comm: Comm, init: str) -> None:
             "seed the ranks alike (an init_fn: draw from torch's generators only), or pass "
             "init='broadcast'"
         )
-        same_values(names, mine, comm, Tag(None, "wrap", specs[0].name or "root"), remedy)
+        same_values(names, mine, comm, Tag(None, "wrap", specs[0].label), remedy)
 
 
 def same_values(
@@ -180,7 +180,7 @@ def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
                     continue
                 with torch.inference_mode() if owned.param.is_inference() else nullcontext():
                     value = owned.param.detach().contiguous()
-                    comm.broadcast(value.view(-1), Tag(None, "wrap", spec.name or "root"))
+                    comm.broadcast(value.view(-1), Tag(None, "wrap", spec.label))
                     if owned.param.untyped_storage().nbytes() < value.nbytes:  # expanded
                         owned.param.data = value
                     else:

@@ -90,7 +90,7 @@ class Sharder:
         Raises:
             Error: on every rank, if one of them cannot; the unit's parameters are as before.
         """
-        tag = Tag(None, "wrap", spec.name or "root")
+        tag = Tag(None, "wrap", spec.label)
         made = _Made([], [])
         while True:
             failure, told = attempt(partial(self._make, spec, strategy, made), self._comm, tag)
