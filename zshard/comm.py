@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .awaited import TOLD, Awaited
 from .errors import Error
 from .streams import Lane
 from .tag import Tag
@@ -295,9 +296,15 @@ class Comm:
             self.give_up(type(error), f"{op} in {tag}")
             raise
 
-    def awaited(self, what: str, unit: str = "") -> Awaited:
-        """A context for what the other ranks wait for, so that Ctrl-C in it is to give up."""
-        return Awaited(self, what, unit)
+    def awaited(
+        self, what: str, unit: str = "", *, but: tuple[type[Exception], ...] = TOLD
+    ) -> Awaited:
+        """A context for what the other ranks wait for: an exception in it is to give up.
+
+        Args:
+            but: exceptions that all ranks have, or that the others are told of.
+        """
+        return Awaited(self, what, unit, but)
 
     def give_up(self, kind: type[BaseException], where: str) -> None:
         """Take part in no collective any more: see [Note: half done]."""
@@ -316,21 +323,3 @@ class Comm:
         over.note(op, tag)
         if self.interpose is not None:
             self.interpose(op, tag)
-
-
-class Awaited(NamedTuple):
-    """See ``Comm.awaited``. Exceptions but Ctrl-C are on all ranks, or the others are told."""
-
-    comm: Comm
-    what: str
-    unit: str
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            of = f" of unit {self.unit!r}" if self.unit else ""
-            self.comm.give_up(kind, self.what + of)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,10 +70,11 @@ class _FusedAdam(FusedOptimizer):
         decoupled = self._decoupled
         return dict(amsgrad=False, maximize=False, decoupled_weight_decay=decoupled)
 
-    def _launch(
+    def _launcher(
         self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
-    ) -> None:
-        ops.adamw_(
+    ) -> Callable[[], None]:
+        return partial(
+            ops.adamw_,
             batch.masters,
             batch.lows,
             batch.states["exp_avg"],
@@ -198,10 +200,11 @@ class SGD(FusedOptimizer):
     def _torch_settings(self) -> dict[str, Any]:
         return {}
 
-    def _launch(
+    def _launcher(
         self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
-    ) -> None:
-        ops.sgd_(
+    ) -> Callable[[], None]:
+        return partial(
+            ops.sgd_,
             batch.masters,
             batch.lows,
             batch.states.get("momentum_buffer", []),

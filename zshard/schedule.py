@@ -131,13 +131,13 @@ class Schedule:
         due = [unit for unit in due if unit.state is State.SHARDED]
         if not due:
             return
-        about = " ".join(unit.label for unit in due)
-        with self.comm.awaited("the beginning of a gather of updated parameters"):
-            self.agreement.begin(Intent.RENEW, about, "a gather of updated parameters")
-        for unit in due:
-            if unit.state is State.SHARDED:  # not gathered for another rank's sake meanwhile
-                self.agreement.need(unit)
-        self.agreement.finish()
+        about, label = " ".join(unit.label for unit in due), "a gather of updated parameters"
+        with self.comm.awaited(label):
+            self.agreement.begin(Intent.RENEW, about, label)
+            for unit in due:
+                if unit.state is State.SHARDED:  # not gathered for another rank's sake meanwhile
+                    self.agreement.need(unit)
+            self.agreement.finish()
 
     def parameters(self) -> list[Sharded]:
         """Every sharded parameter, in the order of the units."""

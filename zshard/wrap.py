@@ -154,7 +154,7 @@ def wrap(
     sharder = Sharder(model, precision, collectives, where, meta)
     materializer, unusable = None, ""
     made: list[UnitParts] = []
-    with sharder:
+    with collectives.awaited("wrap", but=(Exception,)), sharder:
         if init_fn is not None:
             materializer = Materializer(model, survey.specs, init_fn, where, collectives)
         else:

@@ -45,8 +45,11 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
-    schedule.begin_call(f"full_param({name!r})")
-    return _whole(flat, index, gathered(flat, flat.master.read(), schedule)).to(flat.dtypes.param)
+    call = f"full_param({name!r})"
+    with schedule.comm.awaited(call):
+        schedule.begin_call(call)
+        full = gathered(flat, flat.master.read(), schedule)
+    return _whole(flat, index, full).to(flat.dtypes.param)
 
 
 def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -73,20 +76,22 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     flat, index = _find(schedule, name)
     there = flat.params[index].grad is not None
     call = f"full_grad({name!r})"
-    schedule.begin_call(call)
-    tag = Tag(schedule.executor.step, "full_grad", "root")
-    words = schedule.comm.all_gather_words([there, flat.grads.is_held_back(index)], tag)
-    if held := [rank for rank, (_, held) in enumerate(words) if held]:
-        raise StateError(held_back(name, f" on {schedule.comm.names(held)}"))
-    if missing := [rank for rank, (there, _) in enumerate(words) if not there]:
-        if len(missing) == len(words):
-            return None
-        raise MismatchError(
-            f"{call}: {schedule.comm.names(missing)} have dropped the gradient (zero_grad, "
-            ".grad = None), while the others still have it. Drop it on every rank"
-        )
-    flat.grads.before_access(index)
-    return _whole(flat, index, gathered(flat, flat.grads.owned(), schedule))
+    with schedule.comm.awaited(call):
+        schedule.begin_call(call)
+        tag = Tag(schedule.executor.step, "full_grad", "root")
+        words = schedule.comm.all_gather_words([there, flat.grads.is_held_back(index)], tag)
+        if held := [rank for rank, (_, held) in enumerate(words) if held]:
+            raise StateError(held_back(name, f" on {schedule.comm.names(held)}"))
+        if missing := [rank for rank, (there, _) in enumerate(words) if not there]:
+            if len(missing) == len(words):
+                return None
+            raise MismatchError(
+                f"{call}: {schedule.comm.names(missing)} have dropped the gradient (zero_grad, "
+                ".grad = None), while the others still have it. Drop it on every rank"
+            )
+        flat.grads.before_access(index)
+        full = gathered(flat, flat.grads.owned(), schedule)
+    return _whole(flat, index, full)
 
 
 @contextmanager
@@ -121,8 +126,9 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     schedule = schedule_of(model)
     if schedule.whole:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
-    schedule.begin_call("full_params")
-    wholes = [[_stand_ins(flat, schedule) for flat in unit.flats] for unit in schedule.units]
+    with schedule.comm.awaited("full_params"):
+        schedule.begin_call("full_params")
+        wholes = [[_stand_ins(flat, schedule) for flat in unit.flats] for unit in schedule.units]
     given = [whole for params in wholes for flat_params in params for whole in flat_params]
     versions = [flat.version for flat in schedule.flats]
     schedule.whole = True
@@ -172,7 +178,6 @@ def _taken(
 
 def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -> None:
     """Make sure that every rank has left the same values."""
-    schedule.begin_call(_END)
     names = [name for flat, _ in taken for name in flat.names]
     mine = [digest(value) for _, whole in taken for value in whole]
     remedy = (
@@ -180,7 +185,9 @@ def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -
         "zshard.full_params(model, write=True) is taken. Write the same on every rank"
     )
     tag = Tag(schedule.executor.step, "full_params", "root")
-    same_model.same_values(names, mine, schedule.comm, tag, remedy)
+    with schedule.comm.awaited(_END):
+        schedule.begin_call(_END)
+        same_model.same_values(names, mine, schedule.comm, tag, remedy)
 
 
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:

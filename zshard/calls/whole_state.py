@@ -46,15 +46,17 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
             "zshard.state_dict inside zshard.full_params: there the modules hold whole parameters, "
             "and model.state_dict() is whole as it is"
         )
-    schedule.begin_call(f"state_dict(all_ranks={all_ranks})")
-    for unit in schedule.units:
-        unit.require_parameters()
-    if all_ranks:
-        schedule.buffers.broadcast(schedule.executor.step)
+    call = f"state_dict(all_ranks={all_ranks})"
     wanted = all_ranks or schedule.comm.world_rank == 0
-    whole = [
-        [_on_the_host(flat, schedule, wanted) for flat in unit.flats] for unit in schedule.units
-    ]
+    with schedule.comm.awaited(call):
+        schedule.begin_call(call)
+        for unit in schedule.units:
+            unit.require_parameters()
+        if all_ranks:
+            schedule.buffers.broadcast(schedule.executor.step)
+        whole = [
+            [_on_the_host(flat, schedule, wanted) for flat in unit.flats] for unit in schedule.units
+        ]
     return _with_parameters(model, schedule, whole) if wanted else {}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, StateError
+from ..errors import CheckpointError, Error, StateError
 from ..schedule import Schedule
 from ..wrap import schedule_of
 from . import catalogue
@@ -91,12 +91,14 @@ def load(
     kind = None if optimizer is None else type(optimizer).__name__
     begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
-    with schedule.comm.awaited(peers.what):
+    with schedule.comm.awaited(peers.what, but=(Exception,)):
         for _ in range(_ATTEMPTS - 1):
             seen: list[str] = []
             try:
                 return _load(path, label, model, optimizer, peers, seen, strict=strict, rng=rng)
-            except CheckpointError:
+            except Exception as error:  # on the others it is a CheckpointError, if not one of ours
+                if isinstance(error, Error) and not isinstance(error, CheckpointError):
+                    raise
                 if not any(peers.gather(partial(_is_another, path, seen))):
                     raise
         return _load(path, label, model, optimizer, peers, [], strict=strict, rng=rng)

@@ -165,7 +165,7 @@ def save(
             }
         return contents
 
-    with schedule.comm.awaited(peers.what):
+    with schedule.comm.awaited(peers.what, but=(Exception,)):
         contents = agree_on(peers, take)
         if not asynchronous:
             Job(peers, contents).run()

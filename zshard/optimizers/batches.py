@@ -6,17 +6,18 @@ that lies (in part) in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import OptimizerError
+from ..errors import InputError, OptimizerError
 from ..layout import Range, memory_order
 from ..param import Sharded
 from ..streams import upload
 from ..units.flat import Flat
+from ..units.leaf import LiveLeaf
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -278,3 +279,22 @@ def _plain_grad(param: torch.Tensor) -> torch.Tensor:
             "for a plain one take torch.optim.SparseAdam"
         )
     return param.grad.permute(memory_order(param.stride())).reshape(-1)
+
+
+def require_updatable(params: Sequence[torch.Tensor]) -> None:
+    """Make sure that one pass over all of ``params`` updates each of them.
+
+    Raises:
+        InputError, OptimizerError: as ``FusedOptimizer.add_param_group``.
+    """
+    if len(set(map(id, params))) < len(params):
+        raise InputError("a param group has a parameter twice; a step would update it once")
+    for param in params:
+        if type(param) is LiveLeaf:
+            raise OptimizerError(
+                "the optimizer was given whole parameters, which modules hold while their unit "
+                "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
+                "first."
+            )
+        if param.dtype == torch.float64 and param.requires_grad:  # its master is, too
+            raise other_master(param, param.dtype)

@@ -20,8 +20,7 @@ from ..param import Sharded
 from ..schedule import LIVE, Schedule
 from ..step.updates import note_states, note_step
 from ..units.flat import Flat
-from ..units.leaf import LiveLeaf
-from .batches import Batch, Hyper, Kind, batches_of, has_grad, other_master
+from .batches import Batch, Hyper, Kind, batches_of, has_grad, require_updatable
 from .optim_states import as_sharded, as_tensors, check_fits, sharded_like, slice_of
 from .stand_ins import refuse_parameters_of_a_copy
 
@@ -68,10 +67,10 @@ class FusedOptimizer(Optimizer):
         """What torch.optim's groups say of the rule, and is the same for all of these."""
 
     @abstractmethod
-    def _launch(
+    def _launcher(
         self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
-    ) -> None:
-        """Call the op."""
+    ) -> Callable[[], None]:
+        """What calls the op, with all that it needs at hand."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -118,7 +117,7 @@ class FusedOptimizer(Optimizer):
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
-            _require_updatable(self.param_groups[-1]["params"])
+            require_updatable(self.param_groups[-1]["params"])
         except Error:
             self.param_groups.pop()
             raise
@@ -133,8 +132,12 @@ class FusedOptimizer(Optimizer):
         with nullcontext() if schedule is None else schedule.executor.doing("step", schedule.root):
             batch.refresh(hypers, active)
             batch.before_write()
-            batch.note_written()  # before: should an exception come here, all is gathered again
-            self._launch(batch, None if all(active) else batch.active, grad_scale)
+            launch = self._launcher(batch, None if all(active) else batch.active, grad_scale)
+            with nullcontext() if schedule is None else schedule.updates.change() as change:
+                batch.note_written()  # before: should an exception come, all is gathered again
+                if change is not None:
+                    change.begun = True
+                launch()
 
     def lay_out(self) -> None:
         """Lay out batches and states anew, if the parameters are not those of last time."""
@@ -313,25 +316,6 @@ class FusedOptimizer(Optimizer):
 
 # What torch.optim's groups say beside the rule: by which kernels it is carried out.
 _TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-
-
-def _require_updatable(params: Sequence[torch.Tensor]) -> None:
-    """Make sure that one pass over all of ``params`` updates each of them.
-
-    Raises:
-        InputError, OptimizerError: as ``FusedOptimizer.add_param_group``.
-    """
-    if len(set(map(id, params))) < len(params):
-        raise InputError("a param group has a parameter twice; a step would update it once")
-    for param in params:
-        if type(param) is LiveLeaf:
-            raise OptimizerError(
-                "the optimizer was given whole parameters, which modules hold while their unit "
-                "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
-                "first."
-            )
-        if param.dtype == torch.float64 and param.requires_grad:  # its master is, too
-            raise other_master(param, param.dtype)
 
 
 def _is_trained(param: torch.Tensor) -> bool:

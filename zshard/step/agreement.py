@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
+from ..awaited import awaited
 from ..comm import Comm
 from ..errors import StateError
 from ..tag import Tag
@@ -39,10 +40,9 @@ class Agreement:
         executor: Executor,
         drop_backward: Callable[[Ending], None],
     ) -> None:
-        self._units, self._comm, self._executor = tuple(units), comm, executor
-        self._prefetch = prefetch
-        self.prefetched = Prefetched(executor, prefetch)
-        self._drop_backward = drop_backward
+        self._units, self._comm = tuple(units), comm
+        self._executor, self._prefetch = executor, prefetch
+        self.prefetched, self._drop_backward = Prefetched(executor, prefetch), drop_backward
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
         self._programs, self._run = Programs(), Run()
@@ -51,8 +51,7 @@ class Agreement:
         self._meetings = meetings_of(comm)
         self.number = self._meetings.join(self)
 
-    # --- passes ----------------------------------------------------------------------------------
-
+    @awaited("the beginning of a pass")
     def begin(
         self,
         intent: Intent,
@@ -84,9 +83,8 @@ class Agreement:
         self._meetings.pause(self)
         # Backward meets units in about the reverse of the unit map's order.
         trained = [u.index for u in reversed(self._units) if u.trained_count] if reduces else []
-        names = ""
-        if reduces:
-            names = self._names = self._names or trained_names(self._units)
+        self._names = self._names or (trained_names(self._units) if reduces else "")
+        names = self._names if reduces else ""
         mine = Message(
             self.number,
             intent,
@@ -123,6 +121,7 @@ class Agreement:
             self._meetings.enter_forward(self)
         return messages
 
+    @awaited("the end of a pass")
     def finish(self) -> None:
         """End a pass: take part in what is left of the program, and meet where that is due."""
         if not self._run.paused:  # else it was left by an exception where it had ended already
@@ -159,11 +158,12 @@ class Agreement:
             self._meetings.open = True
         run.end()
 
+    @awaited("the meeting before a change")
     def meet_before_change(self) -> None:
         """Before parameters change: meet ranks that may still need them as they were."""
         if self._meetings.open and self._executor.has_peers:
-            mine, label = Message(self.number, Intent.END), "a change of parameters"
-            self._meetings.begin(self, self._comm, mine, label, self._executor.step)
+            mine, step = Message(self.number, Intent.END), self._executor.step
+            self._meetings.begin(self, self._comm, mine, "a change of parameters", step)
 
     def make_way(self) -> None:
         """Let another model's pass begin inside this one, where ranks may need unlike things.
@@ -195,7 +195,7 @@ class Agreement:
             self._meetings.left = True
 
     def abandon(self) -> None:
-        """Forget what is left of a pass that was aborted."""
+        """Forget what is left of an aborted pass."""
         self._run.abandon()
         self._meetings.leave_forward(self)
         self.prefetched.forget()
@@ -220,8 +220,7 @@ class Agreement:
         """From now on, have no backward like the last one follow a program."""
         self._programs.distrust(self._backward)
 
-    # --- turns -----------------------------------------------------------------------------------
-
+    @awaited("the gather of a unit")
     def need(self, unit: Unit) -> None:
         """Issue the gather of ``unit``, or take the one that was issued ahead."""
         turn = Turn(Op.GATHER, unit.index)
@@ -243,6 +242,7 @@ class Agreement:
         self._executor.gather(unit)
         self._advance()
 
+    @awaited("the gather of a unit")
     def look_ahead(self) -> None:
         """Start the next gathers, as many as may be under way beside the unit that computes."""
         while (turn := self._run.next) is not None:
@@ -252,6 +252,7 @@ class Agreement:
             self._run.take()
             self.prefetched.gather(unit)
 
+    @awaited("the reduction of a unit")
     def ready(self, unit: Unit) -> None:
         """Note that all gradients of ``unit`` are there on this rank."""
         self._run.needed.append(Turn(Op.REDUCE, unit.index))
@@ -259,8 +260,8 @@ class Agreement:
         if self._run.program is not None:
             self._advance()  # no gather into its memory yet: a node may read a detached weight
             return
-        message = Message(self.number, Intent.READY, unit.index)
-        self._meet(message, f"the reduction of unit {unit.label!r}")
+        label = f"the reduction of unit {unit.label!r}"
+        self._meet(Message(self.number, Intent.READY, unit.index), label)
 
     def has_reduced(self, unit: Unit) -> bool:
         """Whether ``unit`` was reduced in this pass."""
@@ -301,8 +302,6 @@ class Agreement:
         if not run.reduces:
             self._take_part_in_the_rest()
         run.leave_program([self._comm.world_rank])
-
-    # --- meetings --------------------------------------------------------------------------------
 
     def _meet(self, mine: Message, label: str) -> list[Message]:
         return self._meetings.meet(self._comm, mine, label, self._executor.step)

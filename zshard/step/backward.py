@@ -155,8 +155,7 @@ class Backward:
         if self._reduces:
             intent, label = Intent.BACKWARD, "a backward"
         try:
-            with self._schedule.comm.awaited("the beginning of a backward"):
-                self._agreement.begin(intent, about, label, reduces=self._reduces)
+            self._agreement.begin(intent, about, label, reduces=self._reduces)
         except MismatchError:  # the step is over
             self._executor.release_all()
             raise

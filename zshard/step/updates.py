@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -49,6 +51,13 @@ class Tally(NamedTuple):
 NOTHING = Tally(0, 0)
 
 
+@dataclass
+class Change:
+    """A change of masters under way; ``begun``: some may have new values."""
+
+    begun: bool = False
+
+
 class Updates:
     """Tallies the changes of the masters of ``units`` from one meeting of the ranks to the next."""
 
@@ -56,6 +65,7 @@ class Updates:
         self._flats = [flat for unit in units for flat in unit.flats]
         self._comm = comm
         self._checksum = self._of_gradients = 0  # of all that was noted
+        self._not_made = 0  # what the flat buffers' versions say was changed, and was not
         # Since the last check, for errors: all, and what was of gradients alone.
         self._noted: dict[str, object] = {}
         self._noted_of_gradients: set[str] = set()
@@ -79,6 +89,23 @@ class Updates:
             else:
                 self._checksum += checksum
 
+    @contextmanager
+    def change(self) -> Iterator[Change]:
+        """A context in which the masters' versions are counted up, and then the masters changed.
+
+        After an exception before that it is no change. After one behind it nobody can say how much
+        of it there is, and no other rank's changes equal this one's.
+        """
+        before, change = self._now().changes, Change()
+        try:
+            yield change
+        except BaseException:
+            if change.begun:
+                self.note("a step that an exception has ended", f"on {self._comm.me}")
+            else:
+                self._not_made += self._now().changes - before
+            raise
+
     def note_many(self, what: str, values: object, *, of_gradients: bool = False) -> None:
         """As ``note``, of what is too much for errors to show: they give its checksum."""
         if self._comm.world_size > 1:
@@ -92,7 +119,7 @@ class Updates:
             self.note(f"the values of {flat.names[index]} (by checksum)", seen)
 
     def _now(self) -> Tally:
-        changes = sum(flat.version for flat in self._flats)
+        changes = sum(flat.version for flat in self._flats) - self._not_made
         return Tally(changes, self._checksum, self._of_gradients)
 
     def tally(self) -> Tally:

@@ -1,0 +1,50 @@
+"""What other ranks wait for: an exception that leaves it has this rank give up, not them wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from .errors import Error
+
+if TYPE_CHECKING:
+    from .comm import Comm
+
+# Ours are raised on every rank, or told; torch's own (memory) come alike, or a meeting finds them.
+TOLD = (Error, RuntimeError, MemoryError)
+
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+class Awaited(NamedTuple):
+    """A context; see ``Comm.awaited``."""
+
+    comm: Comm
+    what: str
+    unit: str
+    but: tuple[type[Exception], ...]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is not None and not issubclass(kind, self.but):
+            of = f" of unit {self.unit!r}" if self.unit else ""
+            self.comm.give_up(kind, self.what + of)
+
+
+def awaited(what: str) -> Callable[[Method], Method]:
+    """A decorator for methods of objects with a ``_comm``; see ``Comm.awaited``."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def attended(self: Any, *args: object, **kwargs: object) -> object:
+            with self._comm.awaited(what):
+                return method(self, *args, **kwargs)
+
+        return cast(Method, attended)
+
+    return decorate
