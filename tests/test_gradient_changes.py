@@ -50,6 +50,22 @@ def test_a_change_through_an_alias_is_one_of_the_gradient(
     torch.testing.assert_close(found, expected, rtol=2e-2 if reduce == "bf16" else 1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda grad: grad.isfinite().all(),
+        lambda grad: grad.norm(),
+        lambda grad: grad.add_(torch.randn_like(grad)),
+    ],
+)
+def test_a_look_at_a_whole_gradient_is_refused_with_what_to_call(
+    look: Callable[[Tensor], object],
+) -> None:
+    _, grad = backward()
+    with pytest.raises(zshard.ShardedAccessError, match=r"'inlet\.weight'.*zshard\.full_grad"):
+        look(grad)
+
+
 @pytest.mark.parametrize("reduce", REDUCE)
 def test_an_alias_sees_a_later_clip_and_writes_past_it(reduce: str) -> None:
     model, grad = backward(REDUCE[reduce])

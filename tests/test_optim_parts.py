@@ -252,6 +252,9 @@ def test_groups_that_are_put_together_anew_train_as_torchs(
 @pytest.mark.parametrize("kind", [zshard.AdamW, zshard.Adam])
 def test_a_group_that_asks_for_another_rule_is_refused(flag: str, kind: Make) -> None:
     params = list(models.Blocks().parameters())
+    kind(params, **{flag: False}, foreach=True, fused=False)  # how torch launches is no rule
+    with pytest.raises(zshard.InputError, match=f"{flag}=True is not available"):
+        kind(params, **{flag: True})
     with pytest.raises(zshard.InputError, match=f"{flag}=True; zshard's {kind.__name__} has"):
         kind([{"params": params, flag: True}])
     optimizer = kind(params[:2])

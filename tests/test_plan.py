@@ -247,6 +247,17 @@ def test_a_plan_checks_the_model_that_it_was_made_for_and_no_other(strategy: str
         assert "optimizer of the model" in optimizer and "planned 0" in optimizer
 
 
+def test_states_of_fp64_parameters_are_planned_in_fp64_and_are_not_checked() -> None:
+    model = nn.Sequential(nn.Linear(7, 8), nn.Linear(7, 8).double())
+    planned = zshard.plan(model, 1)
+    assert planned.to_dict()["per_rank"]["optimizer"] == 96 * 2 * (4 + 8)  # with padding
+    zshard.wrap(model)
+    optimizer = zshard.AdamW(model[0].parameters())
+    (model[0](torch.ones(2, 7)).sum() + model[1](torch.ones(2, 7).double()).sum()).backward()
+    optimizer.step()
+    planned.check(model)
+
+
 def test_a_plan_prints_a_line_for_each_strategy_and_what_fits() -> None:
     made = zshard.plan(models.build("blocks"), 4, strategy="zero2", hbm=1e6)
     heads, *lines = str(made).splitlines()[1:6]

@@ -244,9 +244,9 @@ def test_clipping_other_parameters_is_an_error_on_all(norm_type: float) -> None:
     assert run_ranks(clips_parts, 2, names[:1] * 2, norm_type) == [[], []]
 
 
-def own_gradients(rank: int, world_size: int) -> None:
-    """Gradients are each rank's to set: noise, say, that is drawn anew on each."""
-    model = build()
+def own_gradients(rank: int, world_size: int, strategy: str) -> None:
+    """Slices of gradients are each rank's to set: noise, say, that is drawn anew on each."""
+    model = build(strategy=strategy)
     optimizer = zshard.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         one_step(model, rank, step)
@@ -256,8 +256,14 @@ def own_gradients(rank: int, world_size: int) -> None:
         optimizer.zero_grad()
 
 
-def test_gradients_are_not_compared() -> None:
-    run_ranks(own_gradients, 2)
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1"])
+def test_gradients_of_which_each_rank_keeps_a_slice_are_not_compared(strategy: str) -> None:
+    run_ranks(own_gradients, 2, strategy)
+
+
+def test_gradients_that_every_rank_keeps_whole_are_compared() -> None:
+    with pytest.raises(RankFailure, match=r"the gradient of inlet\.weight \(by checksum\)"):
+        run_ranks(own_gradients, 2, "ddp")
 
 
 def test_a_tally_counts_from_an_earlier_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -52,6 +53,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ),
         ["0.0", "0.1", "1", "2.0", "2.1"],
     ),
+    "models as one": (
+        lambda: nn.ModuleDict(
+            {"a": layers(norm=True), "b": Block(), "c": nn.ModuleDict({"d": Block()})}
+        ),
+        ["a", "a.1", "a.3", "b", "c.d"],  # which the script calls, as there is no forward around
+    ),
     "lists": (
         lambda: nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2)),
         ["0.0", "0.1", "1.0", "1.1"],  # a list itself is never called
@@ -63,6 +70,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 def test_repeated_blocks_are_units(name: str) -> None:
     make, expected = MODELS[name]
     assert unit_names(make(), None) == expected
+
+
+def test_models_wrapped_as_one_train_as_plain_ones_do() -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"G": layers(norm=True), "D": Block()})
+    model = zshard.wrap(copy.deepcopy(plain))
+    for each in (plain, model):
+        for step in range(2):
+            each["D"](
+                each["G"](torch.full((2, 4), step + 1.0))[:, :1].expand(2, 7)
+            ).sum().backward()
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, name), param.grad), name
 
 
 def gathered_at_once(rank: int, world_size: int) -> float:

@@ -41,13 +41,14 @@ class _FusedAdam(FusedOptimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        amsgrad: bool,
+        **others: bool,
     ) -> None:
-        if amsgrad:
-            raise InputError(
-                "amsgrad=True is not available in zshard's optimizers; torch.optim's AdamW has it "
-                "and works on wrapped models"
-            )
+        for name, value in others.items():
+            if value:
+                raise InputError(
+                    f"{name}=True is not available in zshard's optimizers; torch.optim's AdamW has "
+                    "it and works on wrapped models"
+                )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def _check(self, group: Mapping[str, Any]) -> None:
@@ -98,7 +99,8 @@ class AdamW(_FusedAdam):
         betas: decay rates of the averages of the gradient and of its square.
         eps: added to the denominator.
         weight_decay: per step, times lr.
-        amsgrad: refused; there for the error message.
+        amsgrad, maximize: True is refused.
+        foreach, fused: taken for torch's sake; there is one way to launch.
 
     Raises:
         InputError: a hyper-parameter out of range.
@@ -124,8 +126,11 @@ class AdamW(_FusedAdam):
         weight_decay: float = 1e-2,
         *,
         amsgrad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad=amsgrad, maximize=maximize)
 
 
 class Adam(_FusedAdam):
@@ -145,8 +150,11 @@ class Adam(_FusedAdam):
         weight_decay: float = 0.0,
         *,
         amsgrad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad=amsgrad, maximize=maximize)
 
 
 class SGD(FusedOptimizer):
@@ -160,6 +168,7 @@ class SGD(FusedOptimizer):
         weight_decay: added to the gradient, times the parameter.
         nesterov: look ahead along the momentum (Sutskever et al. 2013).
         maximize: go up instead of down.
+        foreach, fused: taken for torch's sake; there is one way to launch.
 
     Raises:
         InputError: a hyper-parameter out of range; nesterov without momentum or with dampening.
@@ -175,6 +184,8 @@ class SGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening)
         defaults |= dict(weight_decay=weight_decay, nesterov=nesterov, maximize=maximize)

@@ -124,7 +124,11 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     """Fully qualified names of the modules that ``units`` makes units of."""
     modules = dict(model.named_modules())
     if units is None:
-        return _repeated_blocks(model)
+        blocks = _repeated_blocks(model)
+        inside = tuple(f"{block}." for block in blocks)
+        rest = [name for name, _ in model.named_parameters() if not name.startswith(inside)]
+        members = {m for m in _members(model) if any(name.startswith(f"{m}.") for name in rest)}
+        return [name for name in modules if name in members or name in blocks]
     if units == "model":
         return []
     if units == "layer":
@@ -160,6 +164,14 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
                 user = user.rpartition(".")[0]  # no call of it announces the use
             found.add(user)
     return [name for name in modules if name in found]
+
+
+def _members(model: nn.Module, prefix: str = "") -> list[str]:
+    """What a script calls of a model that has no forward: several models wrapped as one."""
+    if type(model) not in _NEVER_CALLED:
+        return [prefix.removesuffix(".")] if prefix else []
+    children = model.named_children()
+    return [name for path, child in children for name in _members(child, f"{prefix}{path}.")]
 
 
 def _repeated_blocks(model: nn.Module) -> list[str]:

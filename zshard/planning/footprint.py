@@ -87,7 +87,7 @@ class FlatPlan(NamedTuple):
             parameters=copy.numel * dtypes.compute.itemsize,
             gradients=reduced.numel * dtypes.reduce.itemsize if self.trained else 0,
             master=owned.numel * beside,
-            optimizer=owned.numel * states * _STATE_BYTES if self.trained else 0,
+            optimizer=owned.numel * states * dtypes.master.itemsize if self.trained else 0,
             padding=spare * dtypes.compute.itemsize + (owned.numel - used) * beside,
         )
 
@@ -108,7 +108,7 @@ class FlatPlan(NamedTuple):
         layout, dtypes = self.layout, self.dtypes
         owned = layout.numel if self.strategy.replicated else layout.shard_size
         copy = 0 if dtypes.split or dtypes.compute == dtypes.master else dtypes.compute.itemsize
-        each = dtypes.reduce.itemsize + 2 * dtypes.master.itemsize + 2 * states * _STATE_BYTES
+        each = dtypes.reduce.itemsize + 2 * (1 + states) * dtypes.master.itemsize
         return owned * (each + copy) if self.trained else 0
 
     @property

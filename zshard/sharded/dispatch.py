@@ -163,6 +163,13 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             "alone, and ranks would skip different steps. Use zshard.GradScaler instead; it takes "
             "the same arguments."
         )
+    if isinstance(first, ShardedGrad):
+        raise ShardedAccessError(
+            f"{name} needs the whole gradient of {first.fqn!r} {tuple(first.shape)}, of which this "
+            f"rank holds {first._numel()} elements: on every rank, read it with "
+            "zshard.full_grad(model, name), and assign what is to replace it (param.grad = whole). "
+            "To clip, or for the norm of all, there is zshard.clip_grad_norm_(model, max_norm)."
+        )
     if name in _NORMS:
         raise ShardedAccessError(
             f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
@@ -188,8 +195,9 @@ def _remedy(param: Sharded) -> str:
             "module.forward(...), gathers, and other methods do after zshard.method(model, name)."
         )
     return (
-        "Work on whole parameters inside zshard.full_params(model), with write=True to change "
-        "them. In a forward, that was called past the module (model(...), not model.forward(...), "
+        "Read it with zshard.full_param(model, name), a gradient with zshard.full_grad, or work on "
+        "whole parameters inside zshard.full_params(model), with write=True to change them. In a "
+        "forward, that was called past the module (model(...), not model.forward(...), "
         "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
         f"parameter {unit}."
     )

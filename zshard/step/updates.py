@@ -118,6 +118,13 @@ class Updates:
             seen = digest(whole.to(flat.dtypes.master))
             self.note(f"the values of {flat.names[index]} (by checksum)", seen)
 
+    def note_gradient(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
+        """As ``note_value``, of its gradient."""
+        if self._comm.world_size > 1:
+            seen = digest(whole.to(flat.dtypes.reduce))
+            what = f"the gradient of {flat.names[index]} (by checksum)"
+            self.note(what, seen, of_gradients=True)
+
     def _now(self) -> Tally:
         changes = sum(flat.version for flat in self._flats) - self._not_made
         return Tally(changes, self._checksum, self._of_gradients)

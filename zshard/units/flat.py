@@ -224,8 +224,14 @@ class Flat:
 
     def took(self, target: Sharded, whole: torch.Tensor) -> None:
         """Note that ``target``, a parameter or something else, got its part of ``whole``."""
+        updates, index = self.schedule.updates, target.segment
         if target._local is None or self._has_master({storage_of(target._local)}):
-            self.schedule.updates.note_value(self, target.segment, whole)
+            updates.note_value(self, index, whole)
+            return
+        # Of gradients in slices each rank may have its own: noise, say.
+        copied = self.strategy.replicated or self.layout.replicas > 1
+        if copied and self.grads.has(storage_of(target._local)):
+            updates.note_gradient(self, index, whole)
 
     def _has_master(self, storages: set[int]) -> bool:
         return self.master.values is not None and storage_of(self.master.values) in storages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -173,10 +173,14 @@ class Gradients:
                 "which torch's optimizers need too."
             )
 
-    def written(self, storages: Container[int]) -> None:
+    def written(self, storages: Iterable[int]) -> None:
         """Note that parts of some storages were written, which may be these gradients'."""
-        if self._memory is not None and storage_of(self._memory) in storages:
+        if any(map(self.has, storages)):
             self._reducer.forget_norm()
+
+    def has(self, storage: int) -> bool:
+        """Whether they lie in ``storage``."""
+        return self._memory is not None and storage_of(self._memory) == storage
 
     # --- held back by no_sync --------------------------------------------------------------------
 
