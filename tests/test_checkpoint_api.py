@@ -273,6 +273,32 @@ def test_a_save_or_load_inside_a_forward_or_full_params_is_refused(tmp_path: Pat
     assert zshard.load(tmp_path / "a", model).extra == 1
 
 
+def text_for_flags(rank: int, world_size: int, folder: str) -> list[str]:
+    model = zshard.wrap(nn.Linear(3, 2), init="broadcast")
+    zshard.save(folder, model)
+    said = []
+    for call in (
+        lambda: zshard.save(folder, model, rng="no"),
+        lambda: zshard.save(folder, model, asynchronous="no"),
+        lambda: zshard.load(folder, model, strict="no" if rank == 0 else False),
+        lambda: zshard.load_weights(model, folder, strict="no" if rank == 0 else False),
+    ):
+        with pytest.raises(zshard.Error) as caught:
+            call()
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    zshard.load(folder, model)
+    return said
+
+
+def test_text_where_a_flag_belongs_is_refused_on_every_rank(tmp_path: Path) -> None:
+    own, other = run_ranks(text_for_flags, 2, str(tmp_path / "saved"))
+    for said in (own, other):
+        assert "InputError" in said[0] and "rng='no': expected True or False" in said[0]
+        assert "asynchronous='no': expected True or False" in said[1]
+        assert "MismatchError" in said[2] and "strict='no'" in said[2]
+        assert "InputError" in said[3] and "strict='no': expected" in said[3]
+
+
 def test_paths_that_are_no_text_and_folders_that_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from .manifest_reading import check_files, read_manifest
 from .optimizer_restore import OptimizerMatch, match_optimizer
 from .peers import Peers
 from .rng import NBYTES, set_random_state
-from .save import begin
+from .save import begin, require_flags
 
 Path = str | os.PathLike[str]
 
@@ -74,7 +74,7 @@ def load(
             If data is found damaged, the model is left in part loaded, and refuses to run until a
             load succeeds.
         CommError: if a rank cannot be reached.
-        InputError: for an optimizer of other parameters.
+        InputError: for an optimizer of other parameters; arguments of other types.
         MismatchError: on every rank, if they load with different arguments.
         OptimizerError: for an optimizer around another one.
         StateError: inside a forward or backward.
@@ -131,6 +131,7 @@ def _load(
     schedule = schedule_of(model)
 
     def read() -> tuple[str, Manifest]:
+        require_flags(strict=strict, rng=rng)
         folder = catalogue.find(catalogue.absolute(path))
         manifest = read_manifest(folder)
         seen.append(manifest.id)

@@ -150,6 +150,7 @@ def save(
     peers = Peers(schedule.comm, what)
 
     def take() -> Contents:
+        require_flags(asynchronous=asynchronous, rng=rng)
         if keep is not None and (type(keep) is not int or keep < 1):
             raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
         contents, found = contents_of_model(schedule, path)
@@ -185,6 +186,17 @@ def _run(job: Job) -> None:
     except Exception as error:
         logging.getLogger("zshard").error("the asynchronous save failed: %s", error)
         raise
+
+
+def require_flags(**flags: object) -> None:
+    """Refuse an argument that is neither True nor False, which any text would be taken for.
+
+    Raises:
+        InputError: with its name.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name}={value!r}: expected True or False")
 
 
 def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:

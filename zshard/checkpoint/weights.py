@@ -21,7 +21,7 @@ from .load import Loaded, change
 from .loading import Match, compare_copies, fill, match_model
 from .manifest import Stored
 from .peers import Peers
-from .save import begin
+from .save import begin, require_flags
 from .saving import Contents, Job, agree_on, contents_of_model
 from .tensorfile import CODES
 from .weight_files import WeightFiles, find_weights
@@ -54,7 +54,7 @@ def load_weights(
     Raises:
         CheckpointError: on every rank; as for ``load``; for two tensors that differ, and are one in
             the model.
-        InputError: for a ``rename`` that gives neither text nor None.
+        InputError: for a ``rename`` that gives neither text nor None; a ``strict`` that is no bool.
         MismatchError: on every rank, if they load with different arguments.
         StateError: inside a forward or backward.
         WrapError: if the model is not wrapped.
@@ -72,6 +72,7 @@ def load_weights(
     peers = Peers(schedule.comm, f"load_weights({label})")
 
     def compare() -> tuple[WeightFiles, Match, str]:
+        require_flags(strict=strict)
         if rename is not None and not callable(rename):
             raise InputError(f"rename={rename!r}: expected a function of a tensor's name")
         found = find_weights(catalogue.absolute(path, resolve=False))

@@ -17,9 +17,8 @@ from ..precision import Dtypes
 from ..strategy import Strategy
 from ..transports.groups import chunk_rows
 
-# Optimizers by name, and the fp32 states that each has of an element.
+# Optimizers by name, and how many states, in the dtype of the master, each has of an element.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
-_STATE_BYTES = 4
 
 
 @dataclass(frozen=True)

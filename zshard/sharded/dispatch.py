@@ -163,19 +163,21 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             "alone, and ranks would skip different steps. Use zshard.GradScaler instead; it takes "
             "the same arguments."
         )
+    if name in _NORMS:
+        raise ShardedAccessError(
+            f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
+            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; "
+            "zshard.full_grad(model, name) reads a gradient. An optimizer that needs whole "
+            "matrices (Muon), or other code: work on whole parameters inside "
+            "zshard.full_params(model)."
+        )
     if isinstance(first, ShardedGrad):
         raise ShardedAccessError(
             f"{name} needs the whole gradient of {first.fqn!r} {tuple(first.shape)}, of which this "
             f"rank holds {first._numel()} elements: on every rank, read it with "
             "zshard.full_grad(model, name), and assign what is to replace it (param.grad = whole). "
-            "To clip, or for the norm of all, there is zshard.clip_grad_norm_(model, max_norm)."
-        )
-    if name in _NORMS:
-        raise ShardedAccessError(
-            f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
-            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks. An "
-            "optimizer that needs whole matrices (Muon), or other code: work on whole parameters "
-            "inside zshard.full_params(model)."
+            "An optimizer that needs whole matrices takes what zshard.full_param and full_grad "
+            "read; write its values back inside zshard.full_params(model, write=True)."
         )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
