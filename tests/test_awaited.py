@@ -74,6 +74,7 @@ PLACES: dict[str, tuple[str, int, Action | None, Any, str, int]] = {
     "a turn of a gather": ("zero3", 2, None, Executor, "gather", -2),
     "a turn of a reduction": ("zero3", 2, None, Executor, "reduce", -1),
     "a meeting for a gather": ("zero3", 0, None, Agreement, "serve", -2),
+    "the meeting at an end": ("zero3", 0, None, Agreement, "_learn", -1),
     "a gather": ("zero3", 2, None, Comm, "all_gather", 2),
     "a gather of updates": ("zero2", 2, None, Comm, "all_gather", 1),
 }

@@ -12,6 +12,7 @@ from models import Blocks
 from ranks import RankFailure, run_ranks
 from steps import build, one_step
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 from zshard.step.updates import Tally
@@ -246,7 +247,9 @@ def test_clipping_other_parameters_is_an_error_on_all(norm_type: float) -> None:
 
 def own_gradients(rank: int, world_size: int, strategy: str) -> None:
     """Slices of gradients are each rank's to set: noise, say, that is drawn anew on each."""
-    model = build(strategy=strategy)
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names) if strategy == "hsdp" else None
+    model = build(strategy="zero3" if mesh else strategy, mesh=mesh)
     optimizer = zshard.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         one_step(model, rank, step)
@@ -261,9 +264,10 @@ def test_gradients_of_which_each_rank_keeps_a_slice_are_not_compared(strategy: s
     run_ranks(own_gradients, 2, strategy)
 
 
-def test_gradients_that_every_rank_keeps_whole_are_compared() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+def test_gradients_that_several_ranks_keep_are_compared(strategy: str) -> None:
     with pytest.raises(RankFailure, match=r"the gradient of inlet\.weight \(by checksum\)"):
-        run_ranks(own_gradients, 2, "ddp")
+        run_ranks(own_gradients, 2, strategy)
 
 
 def test_a_tally_counts_from_an_earlier_one() -> None:
