@@ -264,6 +264,19 @@ def test_computing_with_a_sharded_parameter_is_refused_by_name() -> None:
         assert "inlet.weight" in message and "full_params(model), with write=True" in message
 
 
+def wrapped_once_more(rank: int, world_size: int) -> str:
+    try:
+        nn.parallel.DistributedDataParallel(zshard.wrap(models.build("blocks")))
+    except zshard.ShardedAccessError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ddp_around_a_sharded_model_is_refused_with_the_advice_to_leave_it_out() -> None:
+    for message in run_ranks(wrapped_once_more, 2):
+        assert "DistributedDataParallel is at work" in message and "leave it out" in message
+
+
 def test_a_gradient_for_what_is_no_parameter_is_refused_and_not_lost() -> None:
     model = zshard.wrap(models.build("blocks"))
     detached = model.inlet.weight.detach()

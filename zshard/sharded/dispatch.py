@@ -7,8 +7,10 @@ them where a walk through a pytree would cost more than everything else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from itertools import pairwise, zip_longest
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _COPY = torch.ops.aten.copy_.default
 _TO_COPY = torch.ops.aten._to_copy.default
+_WRAPPERS = {
+    "DistributedDataParallel": "torch.nn.parallel.distributed",
+    "DataParallel": "torch.nn.parallel.data_parallel",
+    "FSDP": "torch.distributed.fsdp",
+}
 _NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
 
 
@@ -186,6 +193,11 @@ def _refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
 
 
 def _remedy(param: Sharded) -> str:
+    if wrapper := _wrapper_at_work():
+        return (
+            f"{wrapper} is at work on a model that zshard.wrap has sharded already, which takes "
+            "its place: leave it out."
+        )
     label = param.flat.unit.label
     unit = (
         f"is used outside the module of its unit {label!r}: make the module that "
@@ -203,6 +215,18 @@ def _remedy(param: Sharded) -> str:
         "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
         f"parameter {unit}."
     )
+
+
+def _wrapper_at_work() -> str | None:
+    """The data-parallel wrapper of torch that this is called from."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        for wrapper, package in _WRAPPERS.items():
+            if module.startswith(package):
+                return wrapper
+        frame = frame.f_back
+    return None
 
 
 def _cut_alike(
