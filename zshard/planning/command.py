@@ -171,16 +171,8 @@ def run_plan(
         InputError: for what cannot be planned.
     """
     if calibrate is not None:
-        folder = Path(calibrate).absolute().parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise InputError(f"--calibrate {calibrate}: no folder that can be written to")
-        given = ["--ranks", str(world), "--output", calibrate]
-        if batch is not None:
-            given += ["--tokens", str(math.prod(batch))]
-        if backend is not None:
-            given += ["--backend", backend]
         with redirect_stdout(sys.stderr if as_json else sys.stdout):  # the plan alone is JSON
-            bench.run("machine", given)
+            _calibrate(calibrate, world, batch, backend)
         machine = calibrate
         if model is None:
             return
@@ -214,3 +206,15 @@ def run_plan(
         print(json.dumps(found))
         return
     print(report(made, fit, title=f"{model}: {precision}, {optimizer}"))
+
+
+def _calibrate(file: str, ranks: int, batch: tuple[int, int] | None, backend: str | None) -> None:
+    folder = Path(file).absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise InputError(f"--calibrate {file}: no folder that can be written to")
+    given = ["--ranks", str(ranks), "--output", file]
+    if batch is not None:
+        given += ["--tokens", str(math.prod(batch))]
+    if backend is not None:
+        given += ["--backend", backend]
+    bench.run("machine", given)
