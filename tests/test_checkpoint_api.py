@@ -152,14 +152,13 @@ def test_latest_finds_a_checkpoint_that_is_replaced_meanwhile(
 ) -> None:
     model, _ = plain()
     zshard.save(tmp_path / "a", model)
-    is_whole = catalogue.is_whole
+    whole_id = catalogue.whole_id
 
-    def replaced_before_it_is_read(target: str) -> bool:
-        monkeypatch.setattr(catalogue, "is_whole", is_whole)
+    def replaced_before_it_is_read(target: str) -> None:
+        monkeypatch.setattr(catalogue, "whole_id", whole_id)
         zshard.save(tmp_path / "a", model)
-        return False
 
-    monkeypatch.setattr(catalogue, "is_whole", replaced_before_it_is_read)
+    monkeypatch.setattr(catalogue, "whole_id", replaced_before_it_is_read)
     assert zshard.latest(tmp_path) == str(tmp_path / "a")
 
 

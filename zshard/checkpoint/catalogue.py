@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import CheckpointError, InputError
 from . import files
-from .manifest import NAME
+from .manifest import NAME, Manifest
 from .manifest_reading import check_files, read_manifest, read_sequence
 
 RUN_FOLDER = "checkpoints"  # in the folder of a run of ``zshard train``
@@ -31,41 +31,6 @@ _OWN = re.compile(
     rf"|{re.escape(NAME)}|(generation_)?config\.json"
 )
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<what>starting|saving|deleted)")
-
-
-def absolute(path: object, *, resolve: bool = True) -> str:
-    """The path, made absolute, links resolved.
-
-    Args:
-        resolve: False leaves the last part as it is: a file's name, which says what it is.
-
-    Raises:
-        InputError: if it is no path.
-    """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InputError(f"path={path!r}: expected the path of a checkpoint")
-    name = os.fspath(path)
-    if not isinstance(name, str) or "\0" in name:
-        raise InputError(f"path={path!r}: expected text without NUL")
-    try:
-        folder, last = os.path.split(name)
-        whole = resolve or last in ("", ".", "..")
-        found = os.path.realpath(name) if whole else os.path.join(os.path.realpath(folder), last)
-    except OSError as error:  # the current folder was deleted
-        raise InputError(f"path={path!r}: there is no current folder ({error})") from error
-    if not os.path.basename(found):
-        raise InputError(f"path={path!r}: a file system's root cannot be a checkpoint")
-    return found
-
-
-def shown(path: object) -> str:
-    """The path as errors tell it, and as ranks compare it."""
-    if not isinstance(path, str | os.PathLike):
-        return repr(path)
-    name = os.fsdecode(path)
-    with suppress(OSError):  # the current folder was deleted
-        name = os.path.abspath(name)
-    return name.encode(errors="backslashreplace").decode()
 
 
 def replaced(target: str) -> str:
@@ -122,14 +87,14 @@ def checkpoints_in(folder: str) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
-def is_whole(target: str) -> bool:
-    """Whether manifest, names, sizes and headers are those that were saved."""
-    try:
+def whole_id(target: str) -> str | None:
+    """The id of the checkpoint at ``target`` if manifest, names, sizes and headers are its own."""
+    with suppress(CheckpointError):
         place = find(target)
-        check_files(read_manifest(place), place)
-    except CheckpointError:
-        return False
-    return True
+        manifest = read_manifest(place)
+        check_files(manifest, place)
+        return manifest.id
+    return None
 
 
 def next_sequence(folder: str) -> int:
@@ -165,7 +130,7 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     while True:
         before = files.inodes_in(given)
         for _, path in checkpoints_in(given):
-            if is_whole(path):
+            if whole_id(path):
                 return path
         if files.inodes_in(given) == before:
             return None
@@ -233,7 +198,8 @@ def tidy(target: str) -> None:
         if home is None or home in alive:
             continue
         place, displaced = os.path.join(folder, home), os.path.join(folder, name)
-        if not files.exists(os.path.join(place, NAME)):
+        whole = files.exists(os.path.join(displaced, NAME))  # or a save was killed removing it
+        if whole and not files.exists(os.path.join(place, NAME)):
             with suppress(CheckpointError):  # over something that is no checkpoint; it stays
                 files.rename(displaced, place)
         elif home == own or _is_free(place):
@@ -268,24 +234,48 @@ def commit(written: str, target: str) -> None:
             files.remove(replaced(target))
 
 
-def prune(target: str, save_id: str, keep: int) -> None:
-    """Delete all whole checkpoints beside ``target`` but the newest, ``keep`` with it.
+def prune(target: str, mine: Manifest, keep: int) -> None:
+    """Delete the whole checkpoints beside ``target`` before the newest ``keep``.
 
-    Those with other things in them stay.
+    Those with other things in them stay, and those that another job has saved after ``mine``, the
+    one at ``target``.
     """
     folder = os.path.dirname(target)
     with _is_saved(target):
-        others = [p for _, p in checkpoints_in(folder) if p != target and is_whole(p)]
-        gone: list[str] = []
-        for path in reversed(others[keep - 1 :]):  # the oldest first
-            if _others_in(find(path)):
-                continue
-            gone.append(os.path.join(folder, f".{os.path.basename(path)}.{save_id}.deleted"))
-            files.rename(find(path), gone[-1])
+        others = [each for each in checkpoints_in(folder) if each[1] != target]
+        whole = [(*each, id) for each in others if (id := whole_id(each[1]))]
+        order = sorted([*whole, (mine.sequence, target, mine.id)], reverse=True)
+        old = [each for each in order[keep:] if each < (mine.sequence, target)]
+        gone = [
+            name
+            for _, path, id in reversed(old)  # the oldest first
+            if (name := _taken_away(path, id, f".{os.path.basename(path)}.{mine.id}.deleted"))
+        ]
         if gone:
             files.sync_folder(folder)  # or a loss of power could leave a part under the old name
         for name in gone:
             files.remove(name)
+
+
+def _taken_away(path: str, id: str, name: str) -> str | None:
+    """Where the checkpoint ``id`` of ``path`` is, renamed to ``name``; None if it stays.
+
+    Or if another job has deleted or replaced it meanwhile.
+    """
+    away = os.path.join(os.path.dirname(path), name)
+    try:
+        if _others_in(place := find(path)):
+            return None
+        files.rename(place, away)
+    except CheckpointError:
+        if whole_id(path) == id:
+            raise
+        return None
+    if read_manifest(away).id != id:  # it was replaced just now
+        with suppress(CheckpointError):  # and is being replaced again
+            files.rename(away, path)
+            return None
+    return away
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from ..digest import digest
 from ..layout import Range
 from ..units.flat import Flat
 
@@ -148,7 +149,9 @@ class HeldWhole(Held):
         super().__init__(tensor.shape, tensor.dtype, order, here, here if saves else Range(0, 0))
         self._tensor = tensor.detach()
         # Memory in another order is read and written by index, so that none of it is copied whole.
-        self._flat = self._tensor.view(-1) if tensor.is_contiguous() else None
+        # So is what it stands for in the place of memory's own numbers (torch's lazy conj()).
+        as_is = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        self._flat = self._tensor.view(-1) if as_is else None
         overlap = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         self.obstacle = "its elements share memory (expand); clone it" if overlap else ""
 
@@ -156,7 +159,12 @@ class HeldWhole(Held):
         """A view, or a copy where memory is in another order."""
         if self._flat is not None:
             return self._flat[begin:end]
-        return self._tensor[self._index(torch.arange(begin, end, device="cpu"))]
+        values = self._tensor[self._index(torch.arange(begin, end, device="cpu"))]
+        return values.resolve_conj().resolve_neg()
+
+    def digest(self) -> str:
+        """A checksum of its values."""
+        return digest(self._tensor)
 
     def store(self, begin: int, values: torch.Tensor) -> None:
         """Into the tensor."""
@@ -167,7 +175,12 @@ class HeldWhole(Held):
 
     def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
         """Into the tensor."""
-        self._tensor[self._index(at)] = values.to(self._tensor.device, self.dtype)
+        tensor, values = self._tensor, values.to(self._tensor.device, self.dtype)
+        if tensor.is_conj():  # index_put_ would write to memory what is read conjugated
+            tensor, values = tensor.conj(), values.conj_physical()
+        if tensor.is_neg():
+            tensor, values = torch._neg_view(tensor), -values
+        tensor[self._index(at)] = values
 
     def _index(self, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.unravel_index(at.to(self._tensor.device), self.shape)

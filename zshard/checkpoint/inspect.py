@@ -17,6 +17,7 @@ from .held import Sink
 from .loading import fill
 from .manifest import Json, Manifest, Stored
 from .manifest_reading import check_files, read_manifest
+from .paths import absolute
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Damage:
 def is_checkpoint(path: str) -> bool:
     """Whether there is a checkpoint, whole or not, at ``path``."""
     try:
-        catalogue.find(catalogue.absolute(path))
+        catalogue.find(absolute(path))
     except CheckpointError:
         return False
     return True
@@ -139,8 +140,7 @@ def summarize(path: str) -> Summary:
     Raises:
         CheckpointError: if there is none, or its manifest is damaged.
     """
-    place = catalogue.find(catalogue.absolute(path))
-    manifest = read_manifest(place)
+    manifest, damages = _looked_at(path, _check_each)
     model = manifest.tensors.get("model", {})
     buffers = set(manifest.buffers)
     return Summary(
@@ -156,7 +156,7 @@ def summarize(path: str) -> Summary:
         step=_step(manifest),
         extra=manifest.extra,
         files={name: file.nbytes for name, file in manifest.files.items()},
-        problems=[problem for found in _check_each(manifest, place) for problem in found.problems],
+        problems=[problem for found in damages for problem in found.problems],
     )
 
 
@@ -172,18 +172,48 @@ def verify(path: str, progress: Callable[[int], object]) -> list[Damage]:
     Raises:
         CheckpointError: if there is no checkpoint, or its manifest is damaged.
     """
-    place = catalogue.find(catalogue.absolute(path))
-    manifest = read_manifest(place)
-    found = {damage.path: damage for damage in _check_each(manifest, place)}
-    for tensors in manifest.tensors.values():
-        for name, stored in tensors.items():
-            try:
-                fill(place, [(name, stored, _Nowhere(stored, progress))], manifest.seed)
-            except CheckpointError as error:
-                file = os.path.join(place, stored.file)
-                why = str(error).removeprefix(f"tensor {name}: ")  # absent if it cannot be opened
-                found.setdefault(file, Damage(file)).tensors.append(f"tensor {name}: {why}")
-    return list(found.values())
+
+    def read_all(manifest: Manifest, place: str) -> list[Damage]:
+        found = {damage.path: damage for damage in _check_each(manifest, place)}
+        for tensors in manifest.tensors.values():
+            for name, stored in tensors.items():
+                try:
+                    fill(place, [(name, stored, _Nowhere(stored, progress))], manifest.seed)
+                except CheckpointError as error:
+                    file = os.path.join(place, stored.file)
+                    why = str(error).removeprefix(f"tensor {name}: ")  # absent if it did not open
+                    found.setdefault(file, Damage(file)).tensors.append(f"tensor {name}: {why}")
+        return list(found.values())
+
+    return _looked_at(path, read_all)[1]
+
+
+# Another job may replace the checkpoint while it is looked at: what is there then counts.
+_ATTEMPTS = 5
+
+
+def _looked_at(
+    path: str, look: Callable[[Manifest, str], list[Damage]]
+) -> tuple[Manifest, list[Damage]]:
+    """The manifest of the checkpoint at ``path``, and what ``look`` has found of it and its place.
+
+    Raises:
+        CheckpointError: if there is none, its manifest is damaged, or others come too fast.
+    """
+    for _ in range(_ATTEMPTS):
+        manifest, place = _manifest_at(path)
+        damages = look(manifest, place)
+        if not damages:
+            return manifest, []
+        now, there = _manifest_at(path)
+        if (now.id, there) == (manifest.id, place):
+            return manifest, damages
+    raise CheckpointError(f"{path}: was replaced each of the {_ATTEMPTS} times that it was read")
+
+
+def _manifest_at(path: str) -> tuple[Manifest, str]:
+    place = catalogue.find(absolute(path))
+    return read_manifest(place), place
 
 
 def _check_each(manifest: Manifest, place: str) -> list[Damage]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -19,15 +19,20 @@ from ..units.flat import Flat
 from .held import Held, HeldMaster, HeldWhole
 from .manifest import Json
 
+# What torch's checkpoint_wrapper registers its module as, and takes out of a state_dict's keys.
+_WRAPPED = "_checkpoint_wrapped_module."
+
 
 @dataclass
 class Inventory:
-    """The tensors of a model, by their first name, in order of registration.
+    """The tensors of a model, by their first key in its state_dict, in order of registration.
 
     Attributes:
         parameters: in their own dtypes; masters: those whose master has another, in that.
-        aliases: further names of a tied weight or a shared buffer -> its first name.
+        aliases: further names of a tied weight or a shared buffer, and names that such a key was
+            made of -> its first name.
         extra_state: what modules with a ``get_extra_state`` give, by key in the state_dict.
+        ignored: those of the parameters that every rank has whole.
     """
 
     parameters: dict[str, Held] = field(default_factory=dict)
@@ -35,7 +40,13 @@ class Inventory:
     buffers: dict[str, Held] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, Json] = field(default_factory=dict)
+    ignored: dict[str, HeldWhole] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # id of a parameter -> its first name
+
+    def add_aliases(self, registered: Iterable[str], first: str) -> None:
+        """Note by which names the tensor is registered that is called ``first``."""
+        for name in registered:
+            self.aliases.update({each: first for each in (_key(name), name) if each != first})
 
     def names_of(self, name: str) -> list[str]:
         """All names of the tensor whose first is ``name``, that before the others."""
@@ -55,11 +66,11 @@ def inventory_of(schedule: Schedule) -> Inventory:
     found = Inventory()
     first = schedule.comm.world_rank == 0
     for owned in owned_parameters(schedule.model, ()):
-        name, param = owned.name, owned.param
+        name, param = _key(owned.name), owned.param
         found.names[id(param)] = name
-        found.aliases.update(dict.fromkeys(owned.names[1:], name))
-        if not isinstance(param, Sharded):  # ignored
-            found.parameters[name] = HeldWhole(param, saves=first)
+        found.add_aliases(owned.names, name)
+        if not isinstance(param, Sharded):
+            found.parameters[name] = found.ignored[name] = HeldWhole(param, saves=first)
             continue
         flat, mine = param.flat, saved_range(param.flat, param.segment)
         found.parameters[name] = HeldMaster(flat, param.segment, mine, as_master=False)
@@ -68,11 +79,10 @@ def inventory_of(schedule: Schedule) -> Inventory:
     seen: dict[int, str] = {}
     modules = schedule.model.named_modules(remove_duplicate=False)
     for name, buffer in persistent_buffers(modules):
-        if id(buffer) in seen:
-            found.aliases[name] = seen[id(buffer)]
-        else:
-            seen[id(buffer)] = name
-            found.buffers[name] = HeldWhole(buffer, saves=first)
+        key = seen.setdefault(id(buffer), _key(name))
+        found.add_aliases([name], key)
+        if key not in found.buffers:
+            found.buffers[key] = HeldWhole(buffer, saves=first)
     for key, module in _with_extra_state(schedule.model):
         found.extra_state[key] = as_json(module.get_extra_state(), f"{key} (get_extra_state)")
     return found
@@ -89,7 +99,12 @@ def saved_range(flat: Flat, segment: int) -> Range:
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{prefix}._extra_state" if prefix else "_extra_state", module
+            yield _key(f"{prefix}._extra_state" if prefix else "_extra_state"), module
+
+
+def _key(name: str) -> str:
+    """The key in a state_dict of what is registered as ``name``."""
+    return name.replace(_WRAPPED, "")
 
 
 def set_extra_state(model: nn.Module, states: dict[str, Json]) -> None:

@@ -24,6 +24,7 @@ from .loading import Match, fill, match_model
 from .manifest import Manifest
 from .manifest_reading import check_files, read_manifest
 from .optimizer_restore import OptimizerMatch, match_optimizer
+from .paths import absolute, shown
 from .peers import Peers
 from .rng import NBYTES, set_random_state
 from .save import begin, require_flags
@@ -87,13 +88,13 @@ def load(
         Loaded(extra={'step': 10}, missing=[], unexpected=[])
     """
     schedule = schedule_of(model)
-    label = catalogue.shown(path)
+    label = shown(path)
     kind = None if optimizer is None else type(optimizer).__name__
     begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
     with schedule.comm.awaited(peers.what, but=(Exception,)):
         for _ in range(_ATTEMPTS - 1):
-            seen: list[str] = []
+            seen: list[tuple[str, str]] = []
             try:
                 return _load(path, label, model, optimizer, peers, seen, strict=strict, rng=rng)
             except Exception as error:  # on the others it is a CheckpointError, if not one of ours
@@ -108,13 +109,13 @@ def load(
 _ATTEMPTS = 20
 
 
-def _is_another(path: Path, seen: list[str]) -> bool:
-    """Whether the checkpoint at ``path`` is not (any more) that of the id ``seen``."""
+def _is_another(path: Path, seen: list[tuple[str, str]]) -> bool:
+    """Whether the checkpoint at ``path`` is not (any more) the one ``seen``, or not there."""
     try:
-        now = read_manifest(catalogue.find(catalogue.absolute(path))).id
+        folder = catalogue.find(absolute(path))
+        return [(folder, read_manifest(folder).id)] != seen
     except CheckpointError:
         return False
-    return [now] != seen
 
 
 def _load(
@@ -123,7 +124,7 @@ def _load(
     model: nn.Module,
     optimizer: Optimizer | None,
     peers: Peers,
-    seen: list[str],  # takes the id of the checkpoint that was found
+    seen: list[tuple[str, str]],  # takes where the checkpoint was found, and its id
     *,
     strict: bool,
     rng: bool,
@@ -132,9 +133,9 @@ def _load(
 
     def read() -> tuple[str, Manifest]:
         require_flags(strict=strict, rng=rng)
-        folder = catalogue.find(catalogue.absolute(path))
+        folder = catalogue.find(absolute(path))
         manifest = read_manifest(folder)
-        seen.append(manifest.id)
+        seen.append((folder, manifest.id))
         check_files(manifest, folder)
         return folder, manifest
 

@@ -190,6 +190,12 @@ def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return param.like(torch.empty(param._numel(), dtype=dtype, device=param.device))
 
 
+def _unsaved(optimizer: Optimizer) -> dict[str, object]:
+    """What zshard's Adam and AdamW do not save, since it is the same for all of these."""
+    decoupled = type(optimizer).__name__ == "AdamW"
+    return dict(amsgrad=False, maximize=False, decoupled_weight_decay=decoupled)
+
+
 def _match_groups(
     groups: list[dict[str, Json]],
     optimizer: Optimizer,
@@ -206,6 +212,8 @@ def _match_groups(
     for number, group in enumerate(optimizer.param_groups):
         own = [names[n] for p in group["params"] if (n := inventory.names[id(p)]) in names]
         sources = {group_of[name] for name in own if name in group_of}
+        if not group["params"] and number < len(groups) and not groups[number]["params"]:
+            sources = {number}
         if len(sources) == 1:
             options = groups[sources.pop()]
             try:
@@ -217,8 +225,9 @@ def _match_groups(
                     for k, v in options.items()
                     if k not in ("params", "param_names")
                 }
-                if "amsgrad" in group:  # zshard's optimizers save no such setting, and no maxima
-                    own_options.setdefault("amsgrad", False)
+                for key, value in _unsaved(found.optimizer).items():
+                    if key in group:
+                        own_options.setdefault(key, value)
             except (OptimizerError, TypeError, RuntimeError) as error:
                 found.match.problems.append(f"param_groups[{number}]: {error}")
             else:

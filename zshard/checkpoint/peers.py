@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -121,3 +122,12 @@ class Background(Peers):
                 f"{self.comm.me} lost another rank at {self.what}: {error}.{ended}"
             ) from error
         return [everyone[index] for index in self._order]
+
+
+def _forget_threads_in_child() -> None:
+    """A forked process has its parent's executors, but none of their threads."""
+    Background._made.clear()
+    Background._alone = ThreadPoolExecutor(1, "zshard-save")
+
+
+os.register_at_fork(after_in_child=_forget_threads_in_child)

@@ -15,15 +15,16 @@ from ..errors import CommError, InputError, StateError
 from ..schedule import Schedule
 from ..transports.simulated import require_real
 from ..wrap import schedule_of
-from . import catalogue
 from .held import HeldWhole
 from .inventory import as_json
 from .optimizer_state import optimizer_inventory
+from .paths import shown
 from .peers import Background, Peers
 from .rng import random_state
 from .saving import Contents, Job, agree_on, contents_of_model
 
 _PENDING: WeakKeyDictionary[Schedule, SaveHandle] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_PENDING.clear)  # those go on in the parent
 
 Path = str | os.PathLike[str]
 
@@ -107,8 +108,9 @@ def save(
     """Save a wrapped model, and its optimizer, to the folder ``path``; every rank calls this.
 
     The folder holds whole tensors in safetensors files under the model's own names, and a JSON
-    manifest. It is there when it is whole; a checkpoint that was at ``path`` is replaced by it, and
-    stays if the save fails or is killed.
+    manifest. Buffers and extra states (``get_extra_state``) are the first rank's; what else a
+    module adds to its state_dict is not saved. The folder is there when it is whole; a checkpoint
+    that was at ``path`` is replaced by it, and stays if the save fails or is killed.
 
     Args:
         path: a new folder, or an existing checkpoint; the same on every rank, on a file system that
@@ -129,7 +131,7 @@ def save(
 
     Raises:
         InputError: for arguments that cannot be used, before anything is written.
-        MismatchError: on every rank, if the ranks' arguments differ.
+        MismatchError: on every rank, if the ranks' arguments, or ``ignored`` parameters, differ.
         CheckpointError: on every rank, if a file system refuses; nothing but this save is lost.
         CommError: if another rank has died.
         StateError: inside a forward or backward; for a model without values.
@@ -145,7 +147,7 @@ def save(
     """
     schedule = schedule_of(model)
     # Only some ranks in the background would meet nobody there, each in a save of its own.
-    what = f"save({catalogue.shown(path)}{', asynchronous=True' if asynchronous else ''})"
+    what = f"save({shown(path)}{', asynchronous=True' if asynchronous else ''})"
     begin(schedule, what)
     peers = Peers(schedule.comm, what)
 

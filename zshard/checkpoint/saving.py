@@ -31,6 +31,7 @@ from .inventory import Inventory, inventory_of
 from .loading import runs
 from .manifest import (
     CHUNK_BYTES,
+    MAX_NBYTES,
     NAME,
     Chunk,
     DataFile,
@@ -41,6 +42,7 @@ from .manifest import (
     checksum,
     seed_of,
 )
+from .paths import absolute
 from .peers import Peers
 from .tensorfile import CODES, SAVE, Planned, Slab, index_of, plan_files
 
@@ -54,6 +56,7 @@ class Contents:
     Attributes:
         id: of the save.
         tensors: kind ("model", "master", "optimizer", "rng") -> name -> tensor.
+        ignored: parameters that every rank has whole -> checksum of their values there.
         exported: the sequence is 0; see ``Manifest``.
         texts: further files, by name.
     """
@@ -64,6 +67,7 @@ class Contents:
     aliases: dict[str, str]
     buffers: list[str]
     extra_state: dict[str, Json]
+    ignored: dict[str, str]
     optimizer: OptimizerRecord | None = None
     extra: Json = None
     keep: int | None = None
@@ -80,7 +84,7 @@ class Contents:
         record = None if self.optimizer is None else vars(self.optimizer)
         texts = {name: checksum(text) for name, text in self.texts.items()}
         facts = [tensors, record, self.extra, self.keep, texts]
-        return checksum(json.dumps(facts).encode())
+        return checksum(json.dumps(facts, sort_keys=True).encode())
 
 
 def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
@@ -91,13 +95,20 @@ def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
         MismatchError: if the ranks are to save different things.
     """
     contents = peers.together(take)
-    outcomes = peers.gather(lambda: (contents.id, contents.digest()))
-    if differing := [r for r, (_, digest) in enumerate(outcomes) if digest != outcomes[0][1]]:
+    outcomes = peers.gather(lambda: (contents.id, contents.digest(), contents.ignored))
+    if differing := [r for r, (_, digest, _) in enumerate(outcomes) if digest != outcomes[0][1]]:
         raise MismatchError(
             f"{peers.what}: {peers.comm.names(differing)} were given other arguments, or another "
             f"state of the optimizer, than {peers.comm.name(0)}. Pass the same on every rank; what "
             "differs, such as a loss, gather first (torch.distributed.all_gather_object)."
         )
+    for name, checksum_there in outcomes[0][2].items():
+        if differing := [r for r, each in enumerate(outcomes) if each[2][name] != checksum_there]:
+            raise MismatchError(
+                f"{peers.what}: the ignored parameter {name!r} has other values on "
+                f"{peers.comm.names(differing)} than on {peers.comm.name(0)}, and a checkpoint "
+                "holds one of each. Make them alike first, with torch.distributed.broadcast."
+            )
     return replace(contents, id=outcomes[0][0])
 
 
@@ -106,11 +117,12 @@ def contents_of_model(schedule: Schedule, path: object) -> tuple[Contents, Inven
     found = inventory_of(schedule)
     contents = Contents(
         id=secrets.token_hex(16),
-        target=catalogue.absolute(path),
+        target=absolute(path),
         tensors={"model": {**found.parameters, **found.buffers}, "master": {**found.masters}},
         aliases=found.aliases,
         buffers=list(found.buffers),
         extra_state=found.extra_state,
+        ignored={name: held.digest() for name, held in found.ignored.items()},
     )
     return contents, found
 
@@ -268,11 +280,17 @@ class Job:
             optimizer=contents.optimizer,
             extra=contents.extra,
         )
-        files.write_synced(os.path.join(self._place, NAME), manifest.encode())
+        encoded = manifest.encode()
+        if len(encoded) > MAX_NBYTES:
+            raise CheckpointError(
+                f"{self.target}: {NAME} would have {len(encoded)} bytes, more than the limit of "
+                f"{MAX_NBYTES}; store less in extra="
+            )
+        files.write_synced(os.path.join(self._place, NAME), encoded)
         files.sync_folder(self._place)
         catalogue.commit(self._place, self.target)
         if contents.keep is not None:
-            catalogue.prune(self.target, contents.id, contents.keep)
+            catalogue.prune(self.target, manifest, contents.keep)
 
     def _data_files(self) -> dict[str, DataFile]:
         found = {

@@ -19,6 +19,7 @@ from .files import File
 
 SAVE = "zshard_save"  # key of the id of the save, in the metadata of files of zshard's
 _LENGTH_BYTES = 8
+_METADATA = "__metadata__"  # the header's entry that is no tensor
 _MAX_HEADER = 100_000_000  # bytes; what the safetensors package accepts
 
 CODES: Mapping[torch.dtype, str] = {
@@ -77,11 +78,13 @@ def plan_files(
         metadata: text for the files' headers.
 
     Raises:
-        InputError: for a dtype that the format does not have.
+        InputError: for a dtype, or a name, that the format does not have.
     """
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     room = limit
     for name, (dtype, shape) in tensors.items():
+        if name == _METADATA:
+            raise InputError(f"safetensors files cannot have a tensor of the name {name!r}")
         if dtype not in CODES:
             raise InputError(f"{name} is of {dtype}, which safetensors files do not have")
         nbytes = prod(shape) * dtype.itemsize
@@ -104,7 +107,7 @@ def _plan(
 ) -> Planned:
     # Widest first, so that every tensor is aligned to its elements.
     ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {_METADATA: dict(metadata)}
     end = 0
     for key, (dtype, shape) in ordered:
         begin, end = end, end + prod(shape) * dtype.itemsize
@@ -153,7 +156,7 @@ def read_header(file: File) -> Header:
         header = json.loads(text)
         if not isinstance(header, dict):
             raise TypeError(f"a {type(header).__name__}")
-        metadata = header.pop("__metadata__", None)
+        metadata = header.pop(_METADATA, None)
         slabs = {name: _slab(entry, _LENGTH_BYTES + count) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file.path}: its safetensors header is damaged: {error}") from error

@@ -14,12 +14,12 @@ from torch import nn
 
 from ..errors import InputError, MismatchError
 from ..wrap import schedule_of
-from . import catalogue
 from .held import Source
 from .inventory import inventory_of
 from .load import Loaded, change
 from .loading import Match, compare_copies, fill, match_model
 from .manifest import Stored
+from .paths import absolute, shown
 from .peers import Peers
 from .save import begin, require_flags
 from .saving import Contents, Job, agree_on, contents_of_model
@@ -67,7 +67,7 @@ def load_weights(
         Loaded(extra=None, missing=['bias'], unexpected=[])
     """
     schedule = schedule_of(model)
-    label = catalogue.shown(path)
+    label = shown(path)
     begin(schedule, f"load_weights({label})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load_weights({label})")
 
@@ -75,7 +75,7 @@ def load_weights(
         require_flags(strict=strict)
         if rename is not None and not callable(rename):
             raise InputError(f"rename={rename!r}: expected a function of a tensor's name")
-        found = find_weights(catalogue.absolute(path, resolve=False))
+        found = find_weights(absolute(path, resolve=False))
         named: dict[str, Stored] = {}
         for name, tensor in found.tensors.items():
             new = name if rename is None else rename(name)
@@ -139,7 +139,7 @@ def export(
         torch.bfloat16
     """
     schedule = schedule_of(model)
-    what = f"export({catalogue.shown(path)})"
+    what = f"export({shown(path)})"
     begin(schedule, what)
     peers = Peers(schedule.comm, what)
 

@@ -1,0 +1,214 @@
+"""What of odd models a checkpoint holds: under which names, of which rank, with which values."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import zshard
+from zshard.checkpoint import saving
+
+
+class Counter(nn.Module):
+    """With a parameter, a buffer, an extra state, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 5), nn.Linear(3, 5)
+        self.b.weight = self.a.weight
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen += 1
+        return self.a(x) + self.b(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def build(wrapped: bool) -> nn.Module:
+    torch.manual_seed(0)
+    inner = Counter()
+    return nn.Sequential(checkpoint_wrapper(inner) if wrapped else inner, nn.Linear(5, 2))
+
+
+def trained(wrapped: bool) -> tuple[nn.Module, zshard.AdamW]:
+    model = zshard.wrap(build(wrapped))
+    optimizer = zshard.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["into_plain", "into_wrapped"])
+def test_torchs_checkpoint_wrapper_leaves_no_trace_in_names(tmp_path: Path, wrapped: bool) -> None:
+    model, optimizer = trained(wrapped)
+    zshard.save(tmp_path / "a", model, optimizer)
+    zshard.export(tmp_path / "weights", model)
+    stored = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
+    plain = {key for key in build(False).state_dict() if "extra_state" not in key}
+    assert set(stored) == plain - {"0.b.weight"}
+
+    other = zshard.wrap(build(not wrapped))
+    optimizer_of_other = zshard.AdamW(other.parameters())
+    zshard.load(tmp_path / "a", other, optimizer_of_other)
+    weights = zshard.wrap(build(not wrapped))
+    zshard.load_weights(weights, tmp_path / "weights")
+    values = zshard.state_dict(model)
+    for key, value in zshard.state_dict(other).items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(values[key])), key
+    for key, value in zshard.state_dict(weights).items():
+        same = torch.equal(torch.as_tensor(value), torch.as_tensor(values[key]))
+        assert same != ("extra_state" in key), key
+    states = zip(optimizer.state.values(), optimizer_of_other.state.values(), strict=True)
+    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states)
+
+
+def test_a_checkpoint_under_registered_names_is_still_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained(True)
+    with monkeypatch.context() as as_before:
+        as_before.setattr("zshard.checkpoint.inventory._WRAPPED", "nothing of the kind")
+        zshard.save(tmp_path / "a", model, optimizer)
+    stored = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
+    assert "0._checkpoint_wrapped_module.a.weight" in stored
+    fresh = zshard.wrap(build(True))
+    loaded = zshard.load(tmp_path / "a", fresh, zshard.AdamW(fresh.parameters()), strict=False)
+    assert loaded.missing == ["0._extra_state"]
+    assert torch.equal(
+        zshard.full_param(fresh, "0._checkpoint_wrapped_module.a.weight"),
+        zshard.full_param(model, "0._checkpoint_wrapped_module.a.weight"),
+    )
+
+
+def ignored_differ(rank: int, world_size: int, folder: str) -> str:
+    torch.manual_seed(0)
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ignored=["1.weight"])
+    zshard.save(f"{folder}/alike", model)
+    with torch.no_grad():
+        model[1].weight += rank
+    with pytest.raises(zshard.MismatchError) as of_export:
+        zshard.export(f"{folder}/weights", model)
+    with pytest.raises(zshard.MismatchError) as of_save:
+        zshard.save(f"{folder}/a", model)
+    assert "'1.weight' has other values on ranks [1] than on rank 0" in str(of_export.value)
+    assert sorted(os.listdir(folder)) == ["alike"]
+    return str(of_save.value)
+
+
+def test_ignored_parameters_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    for message in run_ranks(ignored_differ, 2, str(tmp_path)):
+        assert "'1.weight' has other values on ranks [1] than on rank 0" in message
+
+
+def keys_in_another_order(rank: int, world_size: int, folder: str) -> object:
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 3)), init="broadcast")
+    extra = {"a": 1, "b": 2} if rank == 0 else {"b": 2, "a": 1}
+    zshard.save(f"{folder}/a", model, extra=extra)
+    return zshard.load(f"{folder}/a", model).extra
+
+
+def test_equal_extras_whose_keys_come_in_another_order_are_equal(tmp_path: Path) -> None:
+    assert run_ranks(keys_in_another_order, 2, str(tmp_path)) == [{"a": 1, "b": 2}] * 2
+
+
+class Lazy(nn.Module):
+    """With buffers that stand for other values than are in their memory."""
+
+    def __init__(self, lazy: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+        negative = torch.tensor([5 + 6j, 7 - 8j]).conj().imag
+        assert conjugate.is_conj() and negative.is_neg()
+        if not lazy:
+            conjugate, negative = conjugate.resolve_conj(), negative.clone()
+        self.register_buffer("conjugate", conjugate)
+        self.register_buffer("negative", negative)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_lazily_conjugated_and_negated_buffers_keep_their_values(
+    tmp_path: Path, saved: bool, loaded: bool
+) -> None:
+    zshard.save(tmp_path / "a", zshard.wrap(Lazy(saved)))
+    model = zshard.wrap(Lazy(loaded))
+    model.conjugate.zero_()
+    model.negative.zero_()
+    zshard.load(tmp_path / "a", model)
+    assert torch.equal(model.conjugate, torch.tensor([1 - 2j, 3 + 4j]))
+    assert torch.equal(model.negative, torch.tensor([-6.0, 8.0]))
+
+
+def test_an_extra_too_large_to_be_read_again_is_refused_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zshard.wrap(nn.Linear(2, 2))
+    zshard.save(tmp_path / "a", model, keep=1)
+    monkeypatch.setattr(saving, "MAX_NBYTES", 3000)
+    with pytest.raises(zshard.CheckpointError, match="more than the limit of 3000"):
+        zshard.save(tmp_path / "b", model, extra="x" * 3000, keep=1)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_name_that_safetensors_files_keep_for_themselves_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("__metadata__", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(zshard.InputError, match="'__metadata__'"):
+        zshard.save(tmp_path / "a", zshard.wrap(model))
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_torchs_optimizer_takes_over_the_rule_of_zshards(tmp_path: Path, kind: str) -> None:
+    model = zshard.wrap(nn.Linear(2, 2))
+    zshard.save(tmp_path / "a", model, getattr(zshard, kind)(model.parameters()))
+    other = {"decoupled_weight_decay": True} if kind == "Adam" else {}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), maximize=True, amsgrad=True, **other)
+    zshard.load(tmp_path / "a", model, optimizer)
+    group = optimizer.param_groups[0]
+    assert not group["maximize"] and not group["amsgrad"]
+    assert group["decoupled_weight_decay"] == (kind == "AdamW")
+
+
+def test_a_group_without_parameters_gets_its_options_back(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(2, 2))
+    groups = [{"params": list(model.parameters())}, {"params": [], "lr": 5.0}]
+    optimizer = zshard.AdamW([dict(group) for group in groups])
+    optimizer.param_groups[1]["lr"] = 7.0
+    zshard.save(tmp_path / "a", model, optimizer)
+    fresh = zshard.AdamW([dict(group) for group in groups])
+    zshard.load(tmp_path / "a", model, fresh)
+    assert fresh.param_groups[1]["lr"] == 7.0
+
+
+def saves_in_a_child(rank: int, world_size: int, folder: str) -> int:
+    model = zshard.wrap(nn.Linear(3, 3))
+    handle = zshard.save(f"{folder}/parent", model, asynchronous=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        zshard.save(f"{folder}/child", model, asynchronous=True).wait()
+        os._exit(0)
+    handle.wait()
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_forked_process_saves_by_a_thread_of_its_own(tmp_path: Path) -> None:
+    assert run_ranks(saves_in_a_child, 1, str(tmp_path), group=False) == [0]
+    assert zshard.latest(tmp_path) is not None
+    assert sorted(os.listdir(tmp_path)) == ["child", "parent"]

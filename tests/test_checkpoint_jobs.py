@@ -1,0 +1,151 @@
+"""Jobs that save to, prune and read one folder at once; what comes between is put there by hand."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zshard
+from zshard.checkpoint import catalogue, inspect
+
+loading = importlib.import_module("zshard.checkpoint.load")  # not the function of that name
+
+
+def model() -> nn.Module:
+    return zshard.wrap(nn.Linear(2, 2))
+
+
+def once_before(
+    monkeypatch: pytest.MonkeyPatch, module: object, name: str, other: Callable[..., object]
+) -> None:
+    """Have ``other``, another job, come before the first call of ``module.name`` that it returns
+    anything but False for."""
+    original = getattr(module, name)
+    waiting = [other]
+
+    def call(*args: object, **kwargs: object) -> object:
+        if waiting:
+            this = waiting.pop()
+            if this(*args) is False:
+                waiting.append(this)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, call)
+
+
+def test_of_two_saves_that_keep_one_the_newer_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = model(), model()
+    zshard.save(tmp_path / "old", ours)
+
+    def other_job(*_: object) -> None:
+        zshard.save(tmp_path / "a", theirs, keep=1)
+
+    once_before(monkeypatch, catalogue, "prune", other_job)
+    zshard.save(tmp_path / "b", ours, keep=1)
+    assert os.listdir(tmp_path) == ["a"] and zshard.latest(tmp_path) == str(tmp_path / "a")
+
+
+def test_a_checkpoint_replaced_as_it_was_to_be_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = model(), model()
+    for name in ("last", "b-0", "b-1"):
+        zshard.save(tmp_path / name, ours)
+
+    def other_job(place: str) -> bool:
+        if os.path.basename(place) != "last":
+            return False
+        zshard.save(tmp_path / "last", theirs, extra="new")
+        return True
+
+    once_before(monkeypatch, catalogue, "_others_in", other_job)
+    zshard.save(tmp_path / "b-2", ours, keep=2)
+    assert zshard.load(zshard.latest(tmp_path), theirs).extra == "new"
+    assert sorted(os.listdir(tmp_path)) == ["b-1", "b-2", "last"]
+
+
+def test_what_another_job_has_deleted_already_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = model()
+    for name in ("a", "b", "c"):
+        zshard.save(tmp_path / name, ours)
+
+    def other_job(place: str) -> bool:
+        if os.path.basename(place) != "a":
+            return False
+        os.rename(place, tmp_path / ".a.elsewhere")
+        return True
+
+    once_before(monkeypatch, catalogue, "_others_in", other_job)
+    zshard.save(tmp_path / "d", ours, keep=1)
+    assert sorted(os.listdir(tmp_path)) == [".a.elsewhere", "d"]
+
+
+def test_the_rest_of_a_checkpoint_half_removed_is_not_put_back(tmp_path: Path) -> None:
+    ours = model()
+    (tmp_path / ".last.replaced").mkdir()
+    (tmp_path / ".last.replaced" / "model.safetensors").write_bytes(b"rest")
+    zshard.save(tmp_path / "b", ours)
+    assert not (tmp_path / "last").exists()
+    zshard.save(tmp_path / "last", ours)
+    assert sorted(os.listdir(tmp_path)) == ["b", "last"]
+
+
+def test_a_load_between_the_two_renames_of_a_replacement_finds_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = model()
+    zshard.save(tmp_path / "last", ours, extra="whole")
+
+    def other_job(*_: object) -> None:
+        os.rename(tmp_path / "last", catalogue.replaced(str(tmp_path / "last")))
+
+    once_before(monkeypatch, loading, "check_files", other_job)
+    assert zshard.load(tmp_path / "last", ours).extra == "whole"
+
+
+def test_a_checkpoint_replaced_as_it_is_verified_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = model()
+    zshard.save(tmp_path / "last", ours, extra=1)
+
+    def other_job(*_: object) -> None:
+        with torch.no_grad():
+            ours.weight.mul_(2)
+        zshard.save(tmp_path / "last", ours, extra=2)
+
+    with monkeypatch.context() as patched:
+        once_before(patched, inspect, "fill", other_job)
+        assert inspect.verify(str(tmp_path / "last"), lambda _: None) == []
+    with monkeypatch.context() as patched:
+        once_before(patched, inspect, "check_files", other_job)
+        summary = inspect.summarize(str(tmp_path / "last"))
+    assert summary.problems == [] and summary.extra == 2
+
+
+def test_what_is_replaced_faster_than_it_is_read_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = model()
+    zshard.save(tmp_path / "last", ours)
+    check_files = inspect.check_files
+
+    def other_job(*args: object) -> None:
+        with torch.no_grad():
+            ours.weight.mul_(2)
+        zshard.save(tmp_path / "last", ours)
+        check_files(*args)
+
+    monkeypatch.setattr(inspect, "check_files", other_job)
+    with pytest.raises(zshard.CheckpointError, match="was replaced each of the 5 times"):
+        inspect.summarize(str(tmp_path / "last"))
