@@ -31,7 +31,7 @@ from zshard.units.pool import Pool
 
 SITES = {
     "install": (ParamSite, "install"),
-    "mark": (Flat, "mark"),
+    "mark": (FullBuffer, "mark"),
     "uninstall": (Unit, "uninstall"),
     "take a slot": (Pool, "take"),
     "enter a state": (Unit, "_enter"),
@@ -42,7 +42,7 @@ SITES = {
 # Where what the modules are given, and what counts as up to date, is being changed.
 CHANGES = {
     "attach": (FullBuffer, "attach"),
-    "say what is valid": (Flat, "mark"),
+    "say what is valid": (FullBuffer, "mark"),
     "refresh what is sent": (Flat, "refresh_send"),
     "note an update": (Flat, "updated"),
     "end a write": (Flat, "slices_written"),

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from .errors import InputError
 
+StrPath = str | os.PathLike[str]
 
-def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+
+def write_whole(path: StrPath, write: Callable[[Path], object]) -> None:
     """Write a file beside ``path`` by ``write``; it then takes that one's place.
 
     A link stays one. A device or a pipe, whose place nothing may take, is written to.

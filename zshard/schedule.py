@@ -74,7 +74,8 @@ class Schedule:
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
         self.flats = tuple(flat for unit in units for flat in unit.flats)
         self.precision, self.root, self.device = precision, units[0], device
-        self.reducer = Reducer(units, comm, pool, device)
+        self.updates = Updates(units, comm)
+        self.reducer = Reducer(units, comm, pool, self.updates, device)
         self.buffers = Buffers(model, comm)
         self.structure = Structure(model)
         self.executor = Executor(units, comm, self.reducer)
@@ -84,8 +85,6 @@ class Schedule:
         # Why the parameters hold no valid values, and the remedy; alike on every rank. "" if valid.
         self.unusable = ""
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
-        self.updates = Updates(units, comm)
-        self.reducer.on_dropped = self.updates.forget_gradients
         self.methods = Methods(self)
         self.backward = Backward(self)
         for flat in self.flats:

@@ -12,7 +12,7 @@ of date but for this rank's shard, and ``Schedule.renew`` is what leads there, a
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -75,10 +75,8 @@ class Unit:
         self.flats, self.sites = tuple(flats), tuple(sites)
         self.state = State.SHARDED
         self.in_use = False  # between the start and the end of a forward or backward of the module
-        self.calls_itself = False  # whether a forward of the module was seen to do so
         self.forward_io = ForwardIO()  # of the forward under way
         self.fired: set[tuple[Flat, int]] = set()  # leaves with their gradient of this backward
-        self.last_hook = 0  # id of the forward hook that ends the module's forward
         self._comm, self._pool = comm, pool
         self._home: Slot | None = None
         self._attached: Slot | None = None  # the slot that the leaves are views of
@@ -95,7 +93,7 @@ class Unit:
             pool.ledger.add("parameters", flat.copy.nbytes)
             pool.ledger.add("master", flat.master.nbytes)
             if flat.resident is not None:
-                flat.attach(flat.resident)
+                flat.full.attach(flat.resident)
 
     def encloses(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""
@@ -158,7 +156,7 @@ class Unit:
         """GATHERING -> GATHERED: the whole parameters are there."""
         self._finish_gathers()
         for flat in self.flats:
-            flat.mark(valid=True)
+            flat.full.mark(valid=True)
         self._enter(State.GATHERED)  # last: should an exception come here, all is done again
 
     def install(self) -> None:
@@ -167,17 +165,17 @@ class Unit:
             self.require_parameters()  # before any of the modules is changed
             self._installed = True  # or some of them, should an exception come here
             for site in self.sites:
-                site.install(self.flats[site.flat].full.leaf(site.segment))
+                site.install(site.flat.full.leaf(site.segment))
 
     def uninstall(self) -> None:
         """Put the sharded parameters back; between forward and backward, memory may stay."""
         self.forward_io.forget()
         if self._installed:
-            self.put_params([flat.full.given_back() for flat in self.flats])
+            self.put_params({flat: flat.full.given_back() for flat in self.flats})
             self._installed = False
 
-    def put_params(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Put ``params``, by flat and segment, into the modules."""
+    def put_params(self, params: Mapping[Flat, Sequence[torch.Tensor]]) -> None:
+        """Put ``params``, of each flat by segment, into the modules."""
         for site in self.sites:
             site.install(params[site.flat][site.segment])
 
@@ -188,7 +186,7 @@ class Unit:
             StateError: with the first that was replaced.
         """
         for site in self.sites:
-            site.require(self.flats[site.flat])
+            site.require()
 
     def check_unwritten(self) -> None:
         """Make sure that forward has not written to a whole parameter.
@@ -214,7 +212,7 @@ class Unit:
         # Else the state comes last: should an exception come here, all is done again.
         self.in_use = False
         for flat in self.flats:
-            flat.mark(valid=False)
+            flat.full.mark(valid=False)
         self.uninstall()
         self.give_slot_back()
         self._enter(State.SHARDED)
@@ -271,18 +269,12 @@ class Unit:
             begin = 0
             for flat in self.flats:
                 end = begin + flat.full_bytes
-                flat.mark(valid=False)
-                flat.attach(memory[begin:end].view(flat.dtypes.compute))
+                flat.full.mark(valid=False)
+                flat.full.attach(memory[begin:end].view(flat.dtypes.compute))
                 begin += aligned(flat.full_bytes)
             self._attached = self._home
 
     # --- what goes in and out --------------------------------------------------------------------
-
-    def let_hooks_see(self) -> None:
-        """Move the forward hook that frees behind those that the user has set since."""
-        hooks = self.module._forward_hooks
-        if next(reversed(hooks)) != self.last_hook:
-            hooks[self.last_hook] = hooks.pop(self.last_hook)
 
     def hand_out(self, args: object, output: object) -> object:
         """``output`` as the caller may keep it.

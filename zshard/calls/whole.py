@@ -128,58 +128,55 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     with schedule.comm.awaited("full_params"):
         schedule.begin_call("full_params")
-        wholes = [[_stand_ins(flat, schedule) for flat in unit.flats] for unit in schedule.units]
-    given = [whole for params in wholes for flat_params in params for whole in flat_params]
+        wholes = {flat: _stand_ins(flat, schedule) for flat in schedule.flats}
+    given = [whole for params in wholes.values() for whole in params]
     versions = [flat.version for flat in schedule.flats]
     schedule.whole = True
     with schedule.before_call(_END) if write else nullcontext():
         try:
             for each, param in zip(given, schedule.parameters(), strict=True):
                 put_in(each, param)
-            for unit, params in zip(schedule.units, wholes, strict=True):
+            for unit in schedule.units:
                 if unit.state is not State.SHARDED and not unit.strategy.resident:
                     unit.reshard()
-                unit.put_params(params)
+                unit.put_params(wholes)
             yield model
-            taken = _taken(schedule, wholes)
+            _take_replaced(schedule, wholes)
         finally:
             schedule.whole = False
             for each in given:
                 take_out(each)
             for unit in schedule.units:
-                unit.put_params([flat.params for flat in unit.flats])
-        if write and versions != [flat.version for flat, _ in taken]:
+                unit.put_params({flat: flat.params for flat in unit.flats})
+        if write and versions != [flat.version for flat in schedule.flats]:
             raise StateError(
                 "parameters were changed by an optimizer's step, or through their shards, inside "
                 "zshard.full_params(model, write=True), which would undo that. They keep these "
                 "changes, and nothing of what was written in the context; do one after the other."
             )
     if write and schedule.comm.world_size > 1:
-        _compare(schedule, taken)
-    for flat, whole in taken:
+        _compare(schedule, wholes)
+    for flat, whole in wholes.items():
         for param, value in zip(flat.params, whole, strict=True):
             param.requires_grad_(value.requires_grad)
         if write:
             _take_back(flat, whole)
 
 
-def _taken(
-    schedule: Schedule, wholes: list[list[list[nn.Parameter]]]
-) -> list[tuple[Flat, list[nn.Parameter]]]:
-    """What is in the modules now: what was put in, or other parameters put in its place."""
-    given = {id(param) for params in wholes for whole in params for param in whole}
-    for unit, params in zip(schedule.units, wholes, strict=True):
+def _take_replaced(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None:
+    """Take parameters that were put into the modules in the place of ``wholes``."""
+    given = {id(param) for whole in wholes.values() for param in whole}
+    for unit in schedule.units:
         for site in unit.sites:
             now = site.module._parameters.get(site.attribute)
             if now is not None and id(now) not in given:  # load_state_dict(assign=True)
-                params[site.flat][site.segment] = now
-    return list(zip(schedule.flats, [whole for params in wholes for whole in params], strict=True))
+                wholes[site.flat][site.segment] = now
 
 
-def _compare(schedule: Schedule, taken: list[tuple[Flat, list[nn.Parameter]]]) -> None:
+def _compare(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None:
     """Make sure that every rank has left the same values."""
-    names = [name for flat, _ in taken for name in flat.names]
-    mine = [digest(value) for _, whole in taken for value in whole]
+    names = [name for flat in wholes for name in flat.names]
+    mine = [digest(value) for whole in wholes.values() for value in whole]
     remedy = (
         "each would keep its own part of them, so nothing of what was written inside "
         "zshard.full_params(model, write=True) is taken. Write the same on every rank"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -54,9 +54,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
             unit.require_parameters()
         if all_ranks:
             schedule.buffers.broadcast(schedule.executor.step)
-        whole = [
-            [_on_the_host(flat, schedule, wanted) for flat in unit.flats] for unit in schedule.units
-        ]
+        whole = {flat: _on_the_host(flat, schedule, wanted) for flat in schedule.flats}
     return _with_parameters(model, schedule, whole) if wanted else {}
 
 
@@ -76,17 +74,17 @@ def _on_the_host(flat: Flat, schedule: Schedule, wanted: bool) -> list[nn.Parame
 
 
 def _with_parameters(
-    model: nn.Module, schedule: Schedule, whole: list[list[list[nn.Parameter]]]
+    model: nn.Module, schedule: Schedule, whole: Mapping[Flat, list[nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
     """The model's own state_dict() while its modules hold ``whole``."""
     try:
-        for unit, params in zip(schedule.units, whole, strict=True):
-            unit.put_params(params)
+        for unit in schedule.units:
+            unit.put_params(whole)
         found = model.state_dict()
     finally:
         for unit in schedule.units:
-            unit.put_params([flat.params for flat in unit.flats])
-    _own(found, [param for params in whole for each in params for param in each])
+            unit.put_params({flat: flat.params for flat in unit.flats})
+    _own(found, [param for params in whole.values() for param in params])
     return found
 
 

@@ -40,7 +40,7 @@ class Box(NamedTuple):
 def boxes_of(segment: Segment, begin: int, end: int) -> list[Box]:
     """Elements [begin, end) of ``segment``, in memory order, as boxes in that order.
 
-    None where the range is empty.
+    An empty range has none.
     """
     order = segment.order
     back = _inverse(order)

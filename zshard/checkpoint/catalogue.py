@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import CheckpointError, InputError
+from ..files import StrPath
 from . import files
 from .manifest import NAME, Manifest
 from .manifest_reading import check_files, read_manifest, read_sequence
@@ -102,7 +103,7 @@ def next_sequence(folder: str) -> int:
     return 1 + max((sequence for sequence, _ in checkpoints_in(folder)), default=0)
 
 
-def latest(folder: str | os.PathLike[str]) -> str | None:
+def latest(folder: StrPath) -> str | None:
     """The path of the newest whole checkpoint in ``folder``; None if it has none, or is not there.
 
     Links to checkpoints are passed over.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, Error, StateError
+from ..files import StrPath
 from ..schedule import Schedule
 from ..wrap import schedule_of
 from . import catalogue
@@ -29,7 +29,8 @@ from .peers import Peers
 from .rng import NBYTES, set_random_state
 from .save import begin, require_flags
 
-Path = str | os.PathLike[str]
+# Another job may replace the checkpoint while it is read: what is there then is loaded instead.
+_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Loaded:
 
 
 def load(
-    path: Path,
+    path: StrPath,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
@@ -68,6 +69,9 @@ def load(
             Without it the optimizer's states in the checkpoint are left there.
         strict: refuse what is missing or unexpected; otherwise it is left as it is, and returned.
         rng: also restore the states of the random number generators; as many ranks as saved them.
+
+    Returns:
+        The ``extra`` of the save and, without ``strict``, what was missing and unexpected.
 
     Raises:
         CheckpointError: on every rank, and nothing has changed: nothing at ``path``; entries that
@@ -93,23 +97,21 @@ def load(
     begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
     with schedule.comm.awaited(peers.what, but=(Exception,)):
-        for _ in range(_ATTEMPTS - 1):
+        attempts = _ATTEMPTS
+        while True:
+            attempts -= 1
             seen: list[tuple[str, str]] = []
             try:
                 return _load(path, label, model, optimizer, peers, seen, strict=strict, rng=rng)
             except Exception as error:  # on the others it is a CheckpointError, if not one of ours
-                if isinstance(error, Error) and not isinstance(error, CheckpointError):
+                ours = isinstance(error, Error) and not isinstance(error, CheckpointError)
+                if ours or not attempts:
                     raise
                 if not any(peers.gather(partial(_is_another, path, seen))):
                     raise
-        return _load(path, label, model, optimizer, peers, [], strict=strict, rng=rng)
 
 
-# Another job may replace the checkpoint while it is read: what is there then is loaded instead.
-_ATTEMPTS = 20
-
-
-def _is_another(path: Path, seen: list[tuple[str, str]]) -> bool:
+def _is_another(path: StrPath, seen: list[tuple[str, str]]) -> bool:
     """Whether the checkpoint at ``path`` is not (any more) the one ``seen``, or not there."""
     try:
         folder = catalogue.find(absolute(path))
@@ -119,7 +121,7 @@ def _is_another(path: Path, seen: list[tuple[str, str]]) -> bool:
 
 
 def _load(
-    path: Path,
+    path: StrPath,
     label: str,
     model: nn.Module,
     optimizer: Optimizer | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Literal, overload
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CommError, InputError, StateError
+from ..files import StrPath
 from ..schedule import Schedule
 from ..transports.simulated import require_real
 from ..wrap import schedule_of
@@ -25,8 +27,6 @@ from .saving import Contents, Job, agree_on, contents_of_model
 
 _PENDING: WeakKeyDictionary[Schedule, SaveHandle] = WeakKeyDictionary()
 os.register_at_fork(after_in_child=_PENDING.clear)  # those go on in the parent
-
-Path = str | os.PathLike[str]
 
 
 class SaveHandle:
@@ -71,7 +71,7 @@ class SaveHandle:
 
 @overload
 def save(
-    path: Path,
+    path: StrPath,
     model: nn.Module,
     optimizer: Optimizer | None = ...,
     *,
@@ -84,7 +84,7 @@ def save(
 
 @overload
 def save(
-    path: Path,
+    path: StrPath,
     model: nn.Module,
     optimizer: Optimizer | None = ...,
     *,
@@ -96,7 +96,7 @@ def save(
 
 
 def save(
-    path: Path,
+    path: StrPath,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
@@ -119,7 +119,7 @@ def save(
         extra: None, booleans, finite numbers, text, and lists, tuples (which come back as lists)
             and dicts (with text for keys) of them; the same on every rank.
         keep: how many checkpoints to keep in the path's folder; older ones are deleted after this
-            one is whole.
+            one is whole, but for exports and those with other files in them.
         asynchronous: return as soon as the state is copied, which takes as much memory again on the
             host, and write in the background. Saves follow one another. A failure is raised by the
             handle's ``wait``, or by the model's next save.
@@ -156,17 +156,18 @@ def save(
         if keep is not None and (type(keep) is not int or keep < 1):
             raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
         contents, found = contents_of_model(schedule, path)
-        contents.keep, contents.extra = keep, as_json(extra, "extra")
+        tensors, record = dict(contents.tensors), None
         if optimizer is not None:
             state = optimizer_inventory(optimizer, found.names, first=peers.world_rank == 0)
-            contents.tensors["optimizer"], contents.optimizer = {**state.tensors}, state.record
+            tensors["optimizer"], record = {**state.tensors}, state.record
         if rng:
             own = random_state(schedule.device)
-            contents.tensors["rng"] = {
+            tensors["rng"] = {
                 f"rank-{rank:05d}": HeldWhole(own, saves=rank == peers.world_rank)
                 for rank in range(peers.world_size)
             }
-        return contents
+        noted = as_json(extra, "extra")
+        return replace(contents, tensors=tensors, optimizer=record, extra=noted, keep=keep)
 
     with schedule.comm.awaited(peers.what, but=(Exception,)):
         contents = agree_on(peers, take)

@@ -49,7 +49,7 @@ from .tensorfile import CODES, SAVE, Planned, Slab, index_of, plan_files
 FILE_BYTES = 5 * 10**9  # of tensors a file, as Hugging Face's tools have it
 
 
-@dataclass
+@dataclass(frozen=True)
 class Contents:
     """What is to be saved.
 
@@ -174,7 +174,8 @@ class Job:
     def take_snapshot(self) -> None:
         """Copy what this rank is to write, so that training may go on."""
         self._tasks = [task._replace(held=Snapshot(task.held)) for task in self._tasks]
-        self._contents.tensors = {kind: {} for kind in self._contents.tensors}  # the model may go
+        kinds: dict[str, dict[str, Source]] = {kind: {} for kind in self._contents.tensors}
+        self._contents = replace(self._contents, tensors=kinds)  # the model may go
 
     def run(self) -> None:
         """Write the checkpoint.

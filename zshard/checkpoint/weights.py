@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, MismatchError
+from ..files import StrPath
 from ..wrap import schedule_of
 from .held import Source
 from .inventory import inventory_of
@@ -29,7 +30,7 @@ from .weight_files import WeightFiles, find_weights
 
 def load_weights(
     model: nn.Module,
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
@@ -114,9 +115,7 @@ def _fill(found: WeightFiles, match: Match) -> None:
     fill(found.folder, others, None)
 
 
-def export(
-    path: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None
-) -> None:
+def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
     """Write a wrapped model's weights to a folder that others can load; every rank calls this.
 
     The folder has model.safetensors (or several files and their index) and, for a ``transformers``
@@ -149,16 +148,12 @@ def export(
         ):
             raise InputError(f"dtype={dtype!r}: expected a dtype of floating-point numbers")
         contents, _ = contents_of_model(schedule, path)
-        contents.exported = True
-        contents.tensors = {
-            "model": {
-                name: _Cast(held, dtype) if dtype and held.dtype.is_floating_point else held
-                for name, held in contents.tensors["model"].items()
-            },
-            "master": {},
+        weights = {
+            name: _Cast(held, dtype) if dtype and held.dtype.is_floating_point else held
+            for name, held in contents.tensors["model"].items()
         }
-        contents.texts = _configs(model, dtype)
-        return contents
+        tensors = {"model": weights, "master": {}}
+        return replace(contents, tensors=tensors, exported=True, texts=_configs(model, dtype))
 
     with schedule.comm.awaited(peers.what, but=(Exception,)):
         Job(peers, agree_on(peers, take)).run()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
-from ..files import write_whole
+from ..files import StrPath, write_whole
 from ..transports.transport import Transport
 from .work import Call, Work
 
@@ -167,7 +166,7 @@ class Machine:
         link = network if isinstance(network, Link) else Link(network)
         return replace(self, gather=link, reduce=link, network=link, shared=None)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write it as JSON, for ``Machine.of`` to read.
 
         Raises:
@@ -184,7 +183,7 @@ class Machine:
         return cls(**{**found, **made})
 
     @classmethod
-    def of(cls, machine: Machine | str | os.PathLike[str]) -> Machine:
+    def of(cls, machine: Machine | StrPath) -> Machine:
         """A machine by its name ("h100") or by the file that ``zshard plan --calibrate`` wrote.
 
         Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from functools import partial
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..files import StrPath
 from ..layout import Layout
 from ..precision import Precision
 from ..strategy import Choice, strategy_of
@@ -35,7 +35,7 @@ _ALONE = threading.RLock()  # a rehearsal has the modules hold fake parameters f
 
 
 def plan(
-    model: nn.Module | str | os.PathLike[str] | object,
+    model: nn.Module | StrPath | object,
     world_size: int,
     *,
     strategy: Choice = "zero3",
@@ -47,7 +47,7 @@ def plan(
     checkpointing: bool = False,
     activations: int | None = None,
     hbm: float | None = None,
-    machine: Machine | str | os.PathLike[str] | None = "h100",
+    machine: Machine | StrPath | None = "h100",
     network: Link | float | None = None,
     comm: Transport = "auto",
     backend: str | None = None,

@@ -58,7 +58,6 @@ class Agreement:
         about: str,
         label: str,
         *,
-        reduces: bool = False,
         gathers: bool = True,
         tally: Tally = NOTHING,
         buffers: bool = False,
@@ -68,7 +67,6 @@ class Agreement:
         Args:
             about: what its program depends on; may differ between ranks.
             label: what errors call it.
-            reduces: whether it ends with every unit reduced.
             gathers: whether it consists of any gathers or reductions; else it is a meeting alone.
             tally, buffers: what to tell the other ranks besides; see ``Message``.
 
@@ -81,6 +79,7 @@ class Agreement:
         self.before_meeting()
         settle()
         self._meetings.pause(self)
+        reduces = intent is Intent.BACKWARD
         # Backward meets units in about the reverse of the unit map's order.
         trained = [u.index for u in reversed(self._units) if u.trained_count] if reduces else []
         self._names = self._names or (trained_names(self._units) if reduces else "")
@@ -103,7 +102,7 @@ class Agreement:
         if len({message.trained for message in messages}) > 1:
             refuse_trained(self._comm, names)
         key = (intent, mine.trained, *(message.about for message in messages))
-        if intent is Intent.BACKWARD:
+        if reduces:
             self._backward = key
         program = self._programs.of(key) if gathers else None
         self._run = Run(

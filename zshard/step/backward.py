@@ -155,7 +155,7 @@ class Backward:
         if self._reduces:
             intent, label = Intent.BACKWARD, "a backward"
         try:
-            self._agreement.begin(intent, about, label, reduces=self._reduces)
+            self._agreement.begin(intent, about, label)
         except MismatchError:  # the step is over
             self._executor.release_all()
             raise

@@ -48,6 +48,8 @@ class ForwardHooks:
         self._backward = schedule.backward
         self.order: list[Unit] = []
         self._kept: Unit | None = None  # that may turn out to be the last of forward
+        self._call_themselves: set[Unit] = set()  # whose forwards were seen to do so
+        self._last_hooks: dict[Unit, int] = {}  # ids of those that end a unit's forward
         weak = weakref.ref(self)
         self._refs = [_UnitRef(weak, u.index, u.label, u.strategy.resident) for u in self._units]
         for unit in self._units:
@@ -55,13 +57,19 @@ class ForwardHooks:
 
     def _hook(self, unit: Unit) -> None:
         # First among the pre-hooks and last among the hooks, so that users' find the parameters
-        # gathered; ``Unit.let_hooks_see`` takes care of those set after wrap.
+        # gathered; ``_let_hooks_see`` takes care of those set after wrap.
         is_root = unit is self._root
         before = self.root_pre_forward if is_root else partial(self._pre_forward, unit)
         after = self.root_post_forward if is_root else partial(self._post_forward, unit)
         unit.module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True)
         handle = unit.module.register_forward_hook(ModuleHook(after), always_call=True)
-        unit.last_hook = handle.id
+        self._last_hooks[unit] = handle.id
+
+    def _let_hooks_see(self, unit: Unit) -> None:
+        """Move the hook that frees ``unit`` behind those that the user has set since."""
+        hooks, last = unit.module._forward_hooks, self._last_hooks[unit]
+        if next(reversed(hooks)) != last:
+            hooks[last] = hooks.pop(last)
 
     def root_pre_forward(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -72,7 +80,7 @@ class ForwardHooks:
             return None
         schedule.require_values("a forward")
         have_dynamo_look_at_hooks()
-        self._root.let_hooks_see()
+        self._let_hooks_see(self._root)
         if self._is_nested():
             return None
         self._root.forward_io.begin()
@@ -172,13 +180,13 @@ class ForwardHooks:
         if schedule.bypassed():
             return
         if unit.in_use and calls_under_way(module) > 1:
-            unit.calls_itself = True
+            self._call_themselves.add(unit)
             return  # a part of the call around it
         if self._backward.raised:
             schedule.reset()
         schedule.require_values(f"a forward of {unit.label}")
         have_dynamo_look_at_hooks()
-        unit.let_hooks_see()
+        self._let_hooks_see(unit)
         unit.forward_io.begin()
         if self._executor.state is TrainingState.FORWARD:
             self.order.append(unit)
@@ -202,7 +210,7 @@ class ForwardHooks:
         schedule = self._schedule
         if schedule.bypassed():
             return None
-        if unit.calls_itself and calls_under_way(module) > 1:
+        if unit in self._call_themselves and calls_under_way(module) > 1:
             return None
         self._backward.recomputation.leave(unit)
         if unit.forward_io.raised:

@@ -19,7 +19,7 @@ class Intent(enum.IntEnum):
     """What a rank brings to a meeting."""
 
     FORWARD = 0  # from here on: about to begin
-    BACKWARD = 1
+    BACKWARD = 1  # one that reduces every unit
     HOLD = 2  # a backward inside no_sync
     RENEW = 3
     CALL = 4  # what a script calls between steps

@@ -26,6 +26,7 @@ from ..units.flat import Flat
 from ..units.pool import Pool, Scratch
 from .outcome import Ending, Outcome, OutcomeSum
 from .pending_reduction import PendingReduction, ReduceBuffers
+from .updates import Updates
 
 Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Executor.doing``
 
@@ -33,12 +34,18 @@ Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Executor.doing`
 class Reducer:
     """Reduces the gradients of ``units`` (the unit map, outermost first) into their shards."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, pool: Pool, device: torch.device) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        pool: Pool,
+        updates: Updates,
+        device: torch.device,
+    ) -> None:
         self.all_flats = [flat for unit in units for flat in unit.flats]
         self.trained_flats: list[Flat] = []  # those with anything to be trained
-        self._comm, self._pool, self._device = comm, pool, device
+        self._comm, self._pool, self._updates = comm, pool, updates
         self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
-        self.on_dropped: Callable[[], None] = lambda: None  # the updates'
         self._in_flight: list[PendingReduction] = []  # that use reduce buffers, in order
         self._apart: PendingReduction | None = None  # the last that uses no reduce buffer
         self._pending: list[PendingReduction] = []  # of this backward
@@ -158,7 +165,7 @@ class Reducer:
         for flat in self.all_flats:
             flat.grads.drop()
         self._sum_of_squares = None
-        self.on_dropped()
+        self._updates.forget_gradients()
 
     def _drop(self, found: Outcome) -> None:
         self.drop()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..files import write_whole
+from ..files import StrPath, write_whole
 from .records import TRACKS, Event, Stall, Transfer
 from .trace import Trace
 
@@ -26,7 +26,7 @@ _DAY_NS = 86_400 * 10**9
 Json = dict[str, Any]
 
 
-def save(trace: Trace, path: str | PathLike[str]) -> None:
+def save(trace: Trace, path: StrPath) -> None:
     """Write one rank's trace; see ``Trace.save``."""
     base = trace.unix_ns // _DAY_NS * _DAY_NS
     content = {
@@ -38,7 +38,7 @@ def save(trace: Trace, path: str | PathLike[str]) -> None:
     write_whole(path, lambda part: part.write_text(json.dumps(content), encoding="utf-8"))
 
 
-def merge_traces(path: str | PathLike[str], parts: Iterable[str | PathLike[str]]) -> None:
+def merge_traces(path: StrPath, parts: Iterable[StrPath]) -> None:
     """Make one file of those that the ranks have saved: a process a rank, on one clock.
 
     Args:
@@ -82,7 +82,7 @@ def merge_traces(path: str | PathLike[str], parts: Iterable[str | PathLike[str]]
     write_whole(path, lambda whole: whole.write_text(json.dumps(content), encoding="utf-8"))
 
 
-def _read(part: str | PathLike[str]) -> Json:
+def _read(part: StrPath) -> Json:
     try:
         content = json.loads(Path(part).read_text(encoding="utf-8"))
         keys = {"traceEvents", "baseTimeNanoseconds", "otherData"}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import TYPE_CHECKING
 
 from ..errors import MissingPackage
-from ..files import write_whole
+from ..files import StrPath, write_whole
 from .path import OUTSIDE, pieces
 from .records import TRACKS
 from .trace import Trace
@@ -31,7 +30,7 @@ PHASE_COLORS = {
 _OTHER = "#5f5f5f"  # meetings and whatever else
 
 
-def plot(trace: Trace, path: str | PathLike[str]) -> None:
+def plot(trace: Trace, path: StrPath) -> None:
     """Draw the timeline; see ``Trace.plot``."""
     try:
         from matplotlib.figure import Figure

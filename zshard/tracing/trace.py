@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from os import PathLike
 from typing import TYPE_CHECKING
 
 from ..errors import StateError
+from ..files import StrPath
 from ..tag import Tag
 from .clock import Clock, Stamp
 from .phases import LANES, Phases, Told
@@ -106,7 +106,7 @@ class Trace:
 
     # --- what is read ----------------------------------------------------------------------------
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write this rank's trace for ui.perfetto.dev and chrome://tracing, as a whole or not.
 
         Ranks have a file each; ``zshard.merge_traces`` makes them one.
@@ -130,7 +130,7 @@ class Trace:
         self._require_ended("summary")
         return summarize(self)
 
-    def plot(self, path: str | PathLike[str]) -> None:
+    def plot(self, path: StrPath) -> None:
         """Draw the timeline into a PNG file: a row a stream, a colour a phase.
 
         Raises:

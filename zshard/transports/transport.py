@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, cast, get_args
 from weakref import WeakSet
 
 from ..errors import InputError, MismatchError, WrapError
@@ -95,13 +95,6 @@ def meet_in_one_place(shards: Ranks) -> None:
     _WRAPPED.add(shards)
 
 
-class _Hindrance(NamedTuple):
-    """Why ranks do not read each other's memory."""
-
-    text: str  # names the rank
-    lack: bool  # of memory; otherwise they are out of reach
-
-
 def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
     """``shards`` over shared memory if that is asked for; for "auto", where all of them can.
 
@@ -116,13 +109,13 @@ def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
             _LOG.info("comm='group': GPUs read each other's memory where comm='peer' asks for it")
         return shards
     carried: Ranks | None = None
-    hindrance: _Hindrance | None = None
+    hindrance: Refusal | None = None
     if shards.size <= _MOST_RANKS:
         carried, hindrance = _reached(shards)
     else:
-        hindrance = _Hindrance(f"{shards.size} ranks, where {_MOST_RANKS} is the most", lack=False)
+        hindrance = Refusal("WrapError", f"{shards.size} ranks, where {_MOST_RANKS} is the most")
     if replicas.size > 1:
-        everyone = cast("list[_Hindrance | None]", replicas.all_gather_object(hindrance))
+        everyone = cast("list[Refusal | None]", replicas.all_gather_object(hindrance))
         hindrance = hindrance or next(filter(None, everyone), None)
     if carried is not None and hindrance is None:
         if first:
@@ -146,7 +139,7 @@ def say_fallback(why: str, level: int) -> None:
     _LOG.log(level, "comm='group', because of %s", why)
 
 
-def _reached(ranks: Ranks) -> tuple[Ranks | None, _Hindrance | None]:
+def _reached(ranks: Ranks) -> tuple[Ranks | None, Refusal | None]:
     """``ranks`` over shared memory, or what hinders them; alike on all of them."""
     group, device = ranks.group, ranks.device
     assert group is not None
@@ -155,12 +148,12 @@ def _reached(ranks: Ranks) -> tuple[Ranks | None, _Hindrance | None]:
     processes, problem = ranks.found or find_each_other(ranks)
     if (found := ranks.first_problem(problem)) is not None:
         who, what = found
-        return None, _Hindrance(f"{who}: {what}", lack=False)
+        return None, Refusal("WrapError", f"{who}: {what}")
     if device.type == "cuda":  # a barrier's timeout tells that a rank is missing
         return SymmetricRanks(group, device), None
     assert processes is not None
     try:
         there = known[id(group)] = Neighbours(ranks, group, processes)
     except NoSharedMemory as error:
-        return None, _Hindrance(str(error), lack=True)
+        return None, Refusal.of(error)
     return PeerRanks(group, device, there), None

@@ -79,13 +79,7 @@ class Flat:
             Sharded(None if dtypes.split else self.master.read(a, b), self, i, is_param=True)
             for i, (a, b, _) in enumerate(self._locals)
         ]
-        self.full = FullBuffer(
-            self.layout.segments,
-            self.params,
-            self.trained,
-            self.hooks,
-            lambda index: self.unit.leaf_grad_arrived(self, index),
-        )
+        self.full = FullBuffer(self)
 
     def _allocate(
         self, params: Sequence[torch.Tensor], lent: torch.Tensor | None, *, stays: bool
@@ -152,17 +146,6 @@ class Flat:
     def local(self, index: int) -> Local:
         """Where segment ``index`` lies in the owned range."""
         return self._locals[index]
-
-    # --- the full buffer -------------------------------------------------------------------------
-
-    def attach(self, memory: torch.Tensor) -> None:
-        """Make ``memory`` (N * S,) the full buffer, which holds no values of it yet."""
-        self.full.attach(memory)
-        self.mark(valid=False)
-
-    def mark(self, *, valid: bool) -> None:
-        """Say whether the full buffer holds the master's values; see ``FullBuffer.mark``."""
-        self.full.mark(self.version, valid=valid)
 
     # --- trained or frozen -----------------------------------------------------------------------
 
@@ -241,7 +224,7 @@ class Flat:
         self.version += 1
         self.master.stale = not send_written and self.master.has_copy
         # Where the full buffer stays in memory, its values have changed under the graph.
-        self.mark(valid=False)
+        self.full.mark(valid=False)
 
 
 def lend(

@@ -13,7 +13,8 @@ another unit's numbers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch._C import _will_engine_execute_node
@@ -21,47 +22,37 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
-from ..hooks import ParamHooks
-from ..layout import Segment
 from ..param import Sharded, share_attributes
 from .leaf import as_autograd_sees, set_alive
 
+if TYPE_CHECKING:
+    from .flat import Flat
+
 
 class FullBuffer:
-    """The whole parameters of one flat buffer, once there is memory for them.
+    """The whole parameters of ``flat``, once there is memory for them.
 
     Attributes:
         base: (N * S,) compute dtype, the full buffer; the leaves are views of it.
         recv: the same memory as bytes, for the collective. (gloo knows few dtypes.)
         leaves: what the modules hold of each parameter while it is gathered.
-
-    Args:
-        params: the sharded parameters; trained: of each, whether it requires a gradient now. Both
-            are the flat buffer's own lists, which it changes.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        params: Sequence[Sharded],
-        trained: Sequence[bool],
-        hooks: Sequence[ParamHooks],
-        leaf_grad_arrived: Callable[[int], None],
-    ) -> None:
-        self._segments, self._params, self._trained, self._hooks = segments, params, trained, hooks
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.leaves: list[Parameter] = []
         self._marked = 0  # the version counter of `base` as we last set it
         self._watched: set[int] = set()  # leaves that call at their gradient
-        self._leaf_grad_arrived = leaf_grad_arrived
         self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
 
     def attach(self, memory: torch.Tensor) -> None:
-        """Make ``memory`` (N * S,) the full buffer, and new leaves as views of it; to be marked."""
+        """Make ``memory`` (N * S,) the full buffer, which holds no values yet, with new leaves."""
         # Leaves outlive a first use under inference_mode, so they are made outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._attach(memory)
+        self.mark(valid=False)
 
     def _attach(self, memory: torch.Tensor) -> None:
         # Two aliases of one memory: the collective writes `recv`, whose version counter nobody
@@ -71,8 +62,8 @@ class FullBuffer:
         self.leaves = []
         self._watched.clear()
         self._accumulators = None
-        for index, segment in enumerate(self._segments):
-            leaf = Parameter(segment.view_of(self.base), requires_grad=self._trained[index])
+        for index, segment in enumerate(self._flat.layout.segments):
+            leaf = Parameter(segment.view_of(self.base), requires_grad=self._flat.trained[index])
             self.leaves.append(leaf)
             self._watch(index)
 
@@ -86,19 +77,19 @@ class FullBuffer:
 
         def change(grad: torch.Tensor) -> torch.Tensor:
             owner = full()
-            return grad if owner is None else owner._hooks[index].change(grad)
+            return grad if owner is None else owner._flat.hooks[index].change(grad)
 
         def leaf_grad_arrived(leaf: torch.Tensor) -> None:
             if (owner := full()) is not None:
-                owner._leaf_grad_arrived(index)
+                owner._flat.unit.leaf_grad_arrived(owner._flat, index)
 
         leaf.register_hook(change)  # type: ignore[no-untyped-call]
         leaf.register_post_accumulate_grad_hook(leaf_grad_arrived)  # type: ignore[no-untyped-call]
 
     def leaf(self, index: int) -> Parameter:
         """What the modules hold of parameter ``index`` while it is whole, and its attributes."""
-        leaf, trained = self.leaves[index], self._trained[index]
-        share_attributes(self._params[index], leaf)
+        leaf, trained = self.leaves[index], self._flat.trained[index]
+        share_attributes(self._flat.params[index], leaf)
         if leaf.requires_grad != trained:  # frozen or not while a module held it
             leaf.requires_grad_(trained)
             self._accumulators = None
@@ -106,9 +97,10 @@ class FullBuffer:
 
     def given_back(self) -> Sequence[Sharded]:
         """The sharded parameters, for the modules, with the attributes that the leaves got."""
-        for param, leaf in zip(self._params, self.leaves, strict=False):  # no leaves yet: nothing
+        params = self._flat.params
+        for param, leaf in zip(params, self.leaves, strict=False):  # no leaves yet: nothing
             share_attributes(leaf, param)
-        return self._params
+        return params
 
     def set_trained(self, index: int, value: bool) -> None:
         """Freeze or unfreeze leaf ``index``, if there is one."""
@@ -132,15 +124,14 @@ class FullBuffer:
         except RuntimeError:  # in torch.autograd.grad, which makes none
             return False
 
-    def mark(self, version: int, *, valid: bool) -> None:
+    def mark(self, *, valid: bool) -> None:
         """Say what the buffer holds: to autograd, and to those who have kept a leaf.
 
         Args:
-            version: of the master's values.
-            valid: whether the buffer holds them; else something else, or older ones.
+            valid: whether it holds the master's values; else something else, or older ones.
         """
         if self.base is not None:
-            self._marked = 2 * version + (not valid)
+            self._marked = 2 * self._flat.version + (not valid)
             _unsafe_set_version_counter((self.base,), (self._marked,))
             set_alive(self.leaves, valid)
 
@@ -153,7 +144,7 @@ class FullBuffer:
             return False
         moved = [
             (leaf, segment)
-            for leaf, segment in zip(self.leaves, self._segments, strict=True)
+            for leaf, segment in zip(self.leaves, self._flat.layout.segments, strict=True)
             if leaf.data_ptr() != self.base.data_ptr() + segment.offset * leaf.itemsize
             and leaf.numel() > 0
         ]

@@ -20,19 +20,20 @@ class ParamSite:
 
     module: nn.Module
     attribute: str
-    flat: int  # index into Unit.flats
+    flat: Flat
     segment: int  # index into the flat's segments
 
-    def require(self, flat: Flat) -> None:
-        """Make sure that the module holds the sharded parameter, which is one of ``flat``'s.
+    def require(self) -> None:
+        """Make sure that the module holds the sharded parameter.
 
         Raises:
             StateError: if it holds something else.
         """
-        param: torch.Tensor = flat.params[self.segment]
+        param: torch.Tensor = self.flat.params[self.segment]
         if self.module._parameters.get(self.attribute) is not param:
+            name = self.flat.names[self.segment]
             raise StateError(
-                f"{flat.names[self.segment]} ({self.attribute} of a {type(self.module).__name__}) "
+                f"{name} ({self.attribute} of a {type(self.module).__name__}) "
                 "was replaced after zshard.wrap (by an assignment, or torch.func.functional_call). "
                 "Change values inside zshard.full_params(model, write=True); change modules before "
                 "wrapping."

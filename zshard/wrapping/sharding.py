@@ -100,10 +100,10 @@ class Sharder:
             self._raise_or_fall_back(failure, told)
         self._done.append(made)
         sites: list[ParamSite] = []
-        for number, (flat, parts) in enumerate(zip(made.flats, made.parts, strict=True)):
+        for flat, parts in zip(made.flats, made.parts, strict=True):
             for segment, (owned, whole) in enumerate(parts):
                 flat.params[segment] = owned.param  # type: ignore[call-overload]
-                sites += [ParamSite(m, attribute, number, segment) for m, attribute in owned.sites]
+                sites += [ParamSite(m, attribute, flat, segment) for m, attribute in owned.sites]
                 if not whole.is_meta:
                     whole.data = whole.data.new_empty(0)
         return UnitParts(made.flats, sites)

@@ -1,0 +1,90 @@
+"""What is said where an operation needs the whole of a tensor that is sharded."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from ..errors import ShardedAccessError
+from ..param import Sharded, ShardedGrad
+from ..training_state import TrainingState
+
+_WRAPPERS = {
+    "DistributedDataParallel": "torch.nn.parallel.distributed",
+    "DataParallel": "torch.nn.parallel.data_parallel",
+    "FSDP": "torch.distributed.fsdp",
+}
+_NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
+
+
+def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
+    """Raise a ShardedAccessError that says what to do instead of ``name``.
+
+    Args:
+        first: of the sharded tensors among its arguments.
+    """
+    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        raise ShardedAccessError(
+            f"{first.fqn}: torch.amp.GradScaler would look for overflow in this rank's shards "
+            "alone, and ranks would skip different steps. Use zshard.GradScaler instead; it takes "
+            "the same arguments."
+        )
+    if name in _NORMS:
+        raise ShardedAccessError(
+            f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
+            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; "
+            "zshard.full_grad(model, name) reads a gradient. An optimizer that needs whole "
+            "matrices (Muon), or other code: work on whole parameters inside "
+            "zshard.full_params(model)."
+        )
+    if isinstance(first, ShardedGrad):
+        raise ShardedAccessError(
+            f"{name} needs the whole gradient of {first.fqn!r} {tuple(first.shape)}, of which this "
+            f"rank holds {first._numel()} elements: on every rank, read it with "
+            "zshard.full_grad(model, name), and assign what is to replace it (param.grad = whole). "
+            "An optimizer that needs whole matrices takes what zshard.full_param and full_grad "
+            "read; write its values back inside zshard.full_params(model, write=True)."
+        )
+    raise ShardedAccessError(
+        f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
+        f"{first._numel()} elements. {remedy(first)}"
+    )
+
+
+def remedy(param: Sharded) -> str:
+    """What to do where ``param`` is whole nowhere, and an operation needs all of it."""
+    if wrapper := _wrapper_at_work():
+        return (
+            f"{wrapper} is at work on a model that zshard.wrap has sharded already, which takes "
+            "its place: leave it out."
+        )
+    label = param.flat.unit.label
+    unit = (
+        f"is used outside the module of its unit {label!r}: make the module that "
+        "uses it a unit (zshard.wrap(units=...))"
+    )
+    if param.flat.schedule.executor.state is not TrainingState.IDLE:
+        return (
+            f"It {unit}. Or else {label!r} was called past its forward: module(...), not "
+            "module.forward(...), gathers, and other methods do after zshard.method(model, name)."
+        )
+    return (
+        "Read it with zshard.full_param(model, name), a gradient with zshard.full_grad, or work on "
+        "whole parameters inside zshard.full_params(model), with write=True to change them. In a "
+        "forward, that was called past the module (model(...), not model.forward(...), "
+        "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
+        f"parameter {unit}."
+    )
+
+
+def _wrapper_at_work() -> str | None:
+    """The data-parallel wrapper of torch that this is called from."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        for wrapper, package in _WRAPPERS.items():
+            if module.startswith(package):
+                return wrapper
+        frame = frame.f_back
+    return None
