@@ -63,7 +63,7 @@ check-headers:
 	cmake --build build/host --parallel $(shell nproc)
 	ctest --test-dir build/host --output-on-failure
 
-# One wheel under two releases of torch; downloads a CUDA build of torch, so on demand only.
+# One wheel under three releases of torch; downloads CUDA builds of torch, so on demand only.
 check-wheel:
 	$(PYTHON) tests/check_one_wheel.py
 

@@ -4,7 +4,9 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import build_backend
@@ -263,3 +265,13 @@ def test_every_folder_of_the_package_is_in_the_wheel():
     named = (root / "pyproject.toml").read_text().partition("packages = [")[2].partition("]")[0]
     wanted = {"zshard.benchmarks", *(".".join(folder.parts) for folder in folders)}
     assert set(re.findall(r'"([\w.]+)"', named)) == wanted
+
+
+def test_a_checkout_that_is_not_built_says_so(tmp_path: Path) -> None:
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(_C.__file__).parent, tmp_path / "zshard", ignore=unbuilt)
+    done = subprocess.run(
+        [sys.executable, "-c", "import zshard"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert f"ImportError: {tmp_path / 'zshard'} has not been built" in done.stderr

@@ -3,7 +3,7 @@
 ``model = zshard.wrap(model)`` shards parameters, gradients and optimizer states over the ranks.
 """
 
-from . import ops, reference
+from . import extension, ops, reference  # noqa: F401  # extension: first
 from .calls.clip import clip_grad_norm_
 from .calls.describe import describe
 from .calls.memory_use import Memory, memory

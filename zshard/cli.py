@@ -290,15 +290,21 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _listed(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else value
+
+
 def _info() -> str:
     build = _C.build_info()
     facts: dict[str, object] = {
-        "zshard": __version__,
+        "zshard": f"{__version__}, {Path(__file__).parent}",
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "torch's CUDA": torch.version.cuda or "none: a CPU build",
         "threads": torch.get_num_threads(),
-        **{f"build: {key}": value for key, value in build.items()},
+        **{f"build: {key}": _listed(value) for key, value in build.items()},
         "backends": ", ".join(
             name
             for name, there in {

@@ -102,8 +102,11 @@ class AdamW(_FusedAdam):
         amsgrad, maximize: True is refused.
         foreach, fused: taken for torch's sake; there is one way to launch.
 
+    The states, exp_avg and exp_avg_sq, are fp32 and sharded like their parameter.
+
     Raises:
-        InputError: a hyper-parameter out of range.
+        InputError: a hyper-parameter out of range; amsgrad or maximize.
+        OptimizerError: from ``step``; see there.
 
     Example:
         >>> model = zshard.wrap(nn.Linear(4, 2))
@@ -172,6 +175,7 @@ class SGD(FusedOptimizer):
 
     Raises:
         InputError: a hyper-parameter out of range; nesterov without momentum or with dampening.
+        OptimizerError: from ``step``; see there.
     """
 
     def __init__(

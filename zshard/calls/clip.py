@@ -29,6 +29,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients so that their global norm is at most ``max_norm``.
 
+    As torch.nn.utils.clip_grad_norm_ does: by min(max_norm / (norm + 1e-6), 1).
+
     A collective for norms other than 2, and for part of a model's parameters: every rank calls it.
     The 2-norm of a whole model costs nothing here: the pass after each reduction has summed the
     squares, and zshard's optimizers apply the factor as they read the gradients.

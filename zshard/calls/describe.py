@@ -26,7 +26,7 @@ _HEADS = (
 
 
 def describe(model: nn.Module) -> str:
-    """The ranks of a wrapped model, and a line for each flat buffer of each of its units.
+    """A table, as text: the model's ranks, and a line for each flat buffer of each of its units.
 
     Numbers are elements: of all its parameters, of those that are trained, of a rank's shard, and
     of the whole buffer's padding. "now" is what the unit has in memory: SHARDED (its

@@ -44,6 +44,11 @@ class UnitBytes(Bytes):
 class Memory(TypedDict):
     """The result of ``memory``, in bytes of this rank.
 
+    The kinds are parameters (copies in the compute dtype, and send buffers), gradients, master (0
+    where the parameters are it), optimizer, padding (a part of these), states (the sum of these),
+    full_buffers, reduce_buffers, activations (0: they are autograd's), and peak (states and
+    buffers). A unit also has its name and its model_parameters, in elements.
+
     Keys:
         now: each kind of bytes as it is.
         peak: the most of each kind so far, since wrap or the last ``reset_peak``.

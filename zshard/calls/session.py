@@ -28,6 +28,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     sum. Every rank has to use it for the same backwards.
 
     Raises:
+        MismatchError: in the backward, on every rank, if only some ranks use it for that.
         WrapError: if the model is not wrapped.
 
     Example:
@@ -95,6 +96,9 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 
     Ranks may trace on their own. At the end collectives under way are waited for, a second at most,
     and on CUDA what the GPU has still to do.
+
+    Yields:
+        The trace, to be read behind the context.
 
     Raises:
         StateError: if the model is being traced already.

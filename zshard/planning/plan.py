@@ -97,10 +97,15 @@ class Plan:
     """What a model takes and sends on each rank; the padding is that of the last, which has most.
 
     Attributes:
+        setup: what was asked for.
         parameters: elements of the model.
+        units: name, elements, and bytes of each unit.
+        buffers: bytes of the full buffers and of the reduce buffers, which units share.
+        activations: bytes at the peak, where they come from, and when that is.
         collectives: of a step; beside them ranks tell each other a few hundred bytes.
         timeline: the predicted step on ``machine``; None without one, or without a batch.
         flops: of a rank's step, in matrix products; None without a batch.
+        hbm: bytes of a device; None if not given.
     """
 
     setup: Setup
@@ -135,7 +140,7 @@ class Plan:
 
     @property
     def holding(self) -> Holding:
-        """What all units take together."""
+        """Bytes of parameters, gradients, masters, optimizer and padding, of all units."""
         return sum((unit.holding for unit in self.units), Holding())
 
     @property
@@ -157,16 +162,20 @@ class Plan:
 
     @property
     def step_seconds(self) -> float | None:
-        """Predicted time of a step; None without a batch."""
+        """Predicted time of a step, in seconds; None without a batch."""
         return None if self.timeline is None else self.timeline.seconds
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Of these, how long computing waits for communication."""
+        """Of these, the seconds for which computing waits for communication."""
         return None if self.timeline is None else self.timeline.exposed
 
     def changed(self, **changes: Any) -> Plan:
-        """The same with other fields of its ``setup``, ``world_size`` or ``prefetch`` say."""
+        """The same with other fields of its ``setup``, ``world_size`` or ``prefetch`` say.
+
+        Raises:
+            InputError: for values that ``zshard.plan`` does not take.
+        """
         return self._again(replace(self.setup, **changes))
 
     def peak_over(self, world_size: int) -> int:

@@ -11,7 +11,8 @@ class CommStats:
     """What went through the seam since the last ``reset``.
 
     Attributes:
-        calls: collectives issued, by operation.
+        calls: collectives issued, by operation: all_gather, reduce_scatter, all_reduce, broadcast,
+            agree (what ranks tell each other before a pass), all_gather_object (in set-up).
         sent_bytes: bytes that other ranks needed of this one, by operation: the textbook volume.
         wire_bytes: the part of it that went through the process group, not over shared memory.
         exposed_seconds: time the host spent waiting for a collective; with NCCL, where the compute
