@@ -160,7 +160,11 @@ def test_configurations_of_transformers_are_planned_without_their_memory(tmp_pat
     plans = [zshard.plan(each, 8) for each in (config, tmp_path, tmp_path / "config.json")]
     assert {plan.parameters for plan in plans} == {6_738_415_616}
     assert len(plans[0].units) == 33
-    assert json.loads(json.dumps(plans[0].to_dict()))["world_size"] == 8
+    stated = json.loads(json.dumps(plans[0].to_dict()))
+    assert (stated["world_size"], stated["optimizer"], stated["hbm"]) == (8, "adamw", None)
+    split = plans[0].changed(precision=zshard.Precision.bf16(master="split")).to_dict()
+    of_split = {"compute": "bfloat16", "reduce": "float32", "master": "split"}
+    assert split["precision"] == {**stated["precision"], **of_split}
 
 
 @pytest.mark.parametrize(

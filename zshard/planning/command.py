@@ -43,13 +43,16 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="gpt:7b and other sizes; the config.json of a transformers model, or its folder",
     )
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks to shard over")
+    parser.add_argument(
+        "--world", "--ranks", type=int, required=True, metavar="N", help="ranks to shard over"
+    )
     parser.add_argument(
         "--strategy",
         type=zero_name,
         choices=STRATEGIES,
         default="zero3",
-        help="FSDP's names are taken, too (default: zero3)",
+        help="the one whose bytes, traffic and time are printed, beside all others' (default: "
+        "zero3; FSDP's names are taken, too)",
     )
     parser.add_argument(
         "--units", choices=("model", "layer"), help="default: the repeated blocks, as in wrap"

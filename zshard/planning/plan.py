@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, get_args
 
+import torch
 from torch import nn
 
 from ..errors import InputError
@@ -219,6 +220,14 @@ class Plan:
         return {
             "world_size": self.world_size,
             "strategy": self.strategy,
+            "precision": {
+                name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+                for name, value in vars(self.setup.precision).items()
+            },
+            "optimizer": self.setup.optimizer,
+            "prefetch": self.setup.prefetch,
+            "checkpointing": self.setup.checkpointing,
+            "hbm": self.hbm,
             "comm": self.comm,
             "model_parameters": self.parameters,
             "per_rank": {
