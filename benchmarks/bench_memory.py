@@ -181,10 +181,14 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         nargs="+",
     )
     parser.add_argument(
-        "--against", choices=PEERS, default=list(PEERS), nargs="*", help="none: zshard alone"
+        "--against",
+        choices=PEERS,
+        default=list(PEERS),
+        nargs="*",
+        help="with spaces between; no name: zshard alone (default: all)",
     )
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
-    parser.add_argument("--steps", type=int, default=_STEPS, help="whose peak is the steady one")
+    parser.add_argument("--steps", type=int, default=_STEPS, help=f"default: {_STEPS}")
     parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     arguments = parser.parse_args(argv)
     if min(arguments.ranks, arguments.steps, *arguments.tokens) < 1:

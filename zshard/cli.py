@@ -157,42 +157,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zshard", description="Trains models that do not fit on one device."
     )
+    parser.add_argument("--version", action="version", version=f"zshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "info",
-        help="versions, how zshard was built, devices and backends",
-        description="Prints versions, how zshard was built, devices and backends.",
-    )
-    add_plan(
-        commands.add_parser(
-            "plan",
-            help="what a model takes on every rank, before it is there",
-            description="What a model takes on every rank, and sends, for every strategy; by "
-            "arithmetic, without a GPU or its memory.",
-        )
-    )
-    measured = commands.add_parser(
-        "bench",
-        help="measure zshard beside torch and other libraries",
-        description="Measures zshard beside torch and other libraries, all in one run.",
-        epilog="zshard bench NAME --help lists the options of one of them.",
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    measured.add_argument(
-        "benchmark",
-        choices=bench.BENCHMARKS,
-        help="\n".join(f"{name}: {text}" for name, text in bench.BENCHMARKS.items()),
-    )
-    measured.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the benchmark's own options"
-    )
-    add_ckpt(
-        commands.add_parser(
-            "ckpt",
-            help="look into checkpoints, and check them",
-            description="Looks into checkpoints, without a model or other ranks, and checks them.",
-        )
-    )
     _add_train(
         commands.add_parser(
             "train",
@@ -202,7 +168,47 @@ def _parser() -> argparse.ArgumentParser:
             argument_default=argparse.SUPPRESS,
         )
     )
+    add_plan(
+        commands.add_parser(
+            "plan",
+            help="predict a model's memory, traffic and time",
+            description="What a model takes on every rank, and sends, for every strategy; by "
+            "arithmetic, without a GPU or its memory.",
+        )
+    )
+    add_ckpt(
+        commands.add_parser(
+            "ckpt",
+            help="look into checkpoints, and check them",
+            description="Looks into checkpoints, without a model or other ranks, and checks them.",
+        )
+    )
+    _add_bench(
+        commands.add_parser(
+            "bench",
+            help="measure zshard beside torch and other libraries",
+            description="Measures zshard beside torch and other libraries, all in one run.",
+            epilog="zshard bench NAME --help lists the options of one of them.",
+            formatter_class=argparse.RawTextHelpFormatter,
+        )
+    )
+    commands.add_parser(
+        "info",
+        help="versions, how zshard was built, devices and backends",
+        description="Prints versions, how zshard was built, devices and backends.",
+    )
     return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "benchmark",
+        choices=bench.BENCHMARKS,
+        help="\n".join(f"{name}: {text}" for name, text in bench.BENCHMARKS.items()),
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the benchmark's own options"
+    )
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
