@@ -28,11 +28,13 @@ from .transports.named_errors import NamedErrors
 from .transports.refusal import Refusal
 from .transports.simulated import ranks_of
 from .transports.transport import (
+    Offer,
     Transport,
     agree_on_transport,
     asked_for,
     neighbours_of,
     over_memory,
+    share_memory,
 )
 
 _NOTHING = nullcontext()
@@ -75,9 +77,13 @@ class Comm:
         self.reduce_lane = Lane(device)
         asked, failure = asked_for(transport, failure)
         there = neighbours_of(self.shards)
-        mine = asked, Refusal.of(failure), there.token if there else ""
+        mine = Offer(asked, Refusal.of(failure), there.token if there else "")
         told = self.all_gather_object(mine, Tag(None, "wrap", about="arguments"))
-        agree_on_transport(told, members, failure, self.shards, self.replicas.rank, there)
+        offers = cast("list[Offer]", told)
+        agree_on_transport(offers, members, failure)
+        first = self.replicas.rank * self.size  # of this replica's
+        if share_memory(offers[first : first + self.size]):
+            self.shards.neighbours = there
         self.may_fall_back = asked == "auto"  # where there is too little memory to share
         self._in_group = self.shards
         with self.named_errors("all_gather_object", Tag(None, "wrap", about="hosts")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 from weakref import WeakSet
 
 from ..errors import InputError, MismatchError, WrapError
@@ -46,37 +46,45 @@ def neighbours_of(shards: Ranks) -> Neighbours | None:
     return there if there and not there.failed else None
 
 
+class Offer(NamedTuple):
+    """What a rank brings to ``wrap``.
+
+    Attributes:
+        transport: what it asks for.
+        refusal: what it has found wrong.
+        token: of the ranks that it shares memory with already; "" if there are none.
+    """
+
+    transport: Transport
+    refusal: Refusal | None
+    token: str
+
+
 def agree_on_transport(
-    told: Sequence[object],
-    members: Sequence[int],
-    failure: Exception | None,
-    shards: Ranks,
-    replica: int,
-    there: Neighbours | None,
+    offers: Sequence[Offer], members: Sequence[int], failure: Exception | None
 ) -> None:
     """Check that no rank has found anything wrong, and that all ask for one transport.
 
     Args:
-        told: (transport, refusal, token) of every rank; members: their numbers.
+        offers: of every rank; members: their numbers.
         failure: this rank's own.
-        shards: get ``there`` as their neighbours, if all of them share memory already.
-        replica: the number of the replica whose shards they are.
-        there: of ``neighbours_of``; this rank has told its token, or "".
 
     Raises:
         Error: on every rank, if one has found anything wrong.
         MismatchError: on every rank, if they ask for different transports.
     """
-    each = cast("Sequence[tuple[str, Refusal | None, str]]", told)
-    asked, refusals, tokens = zip(*each, strict=True)
-    raise_together(failure, refusals, members)
+    raise_together(failure, [offer.refusal for offer in offers], members)
+    asked = tuple(offer.transport for offer in offers)
     if len(set(asked)) > 1:
         raise MismatchError(
             f"the ranks ask for different transports: comm={asked}, by rank. Pass the same on all."
         )
-    ours = set(tokens[replica * shards.size : (replica + 1) * shards.size])
-    if len(ours) == 1 and "" not in ours:
-        shards.neighbours = there
+
+
+def share_memory(offers: Sequence[Offer]) -> bool:
+    """Whether the ranks that made ``offers`` share memory with each other already."""
+    tokens = {offer.token for offer in offers}
+    return len(tokens) == 1 and "" not in tokens
 
 
 # Of the models that are wrapped, whichever way.
