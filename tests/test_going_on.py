@@ -221,17 +221,17 @@ def test_a_unit_called_while_an_exception_is_handled_is_no_exception_itself() ->
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_after_ctrl_c_in_a_forward_errors_say_what_to_do(strategy: str) -> None:
-    """torch runs no hooks for KeyboardInterrupt, so the modules hold whole parameters."""
-    model = interrupted(strategy, KeyboardInterrupt(), alone=False)
+    model = interrupted(strategy, KeyboardInterrupt(), alone=False)  # torch runs no hooks then
     with pytest.raises(zshard.OptimizerError, match=r"call zshard\.reset\(model\) first"):
         zshard.AdamW(model.parameters())
-    other = zshard.AdamW([nn.Parameter(torch.ones(2))])
-    with pytest.raises(zshard.OptimizerError, match=r"call zshard\.reset\(model\) first"):
+    other, first = zshard.AdamW([nn.Parameter(torch.ones(2))]), r"call zshard\.reset\(model\) first"
+    with pytest.raises(zshard.OptimizerError, match=first):
         other.add_param_group({"params": list(model.parameters())})
     assert len(other.param_groups) == 1
     with pytest.raises(zshard.StateError, match=r"call zshard\.reset\(model\) first"):
         zshard.state_dict(model)
-    model[1].requires_grad_(False)  # of the whole parameters that it holds
+    with pytest.raises(zshard.StateError, match=r"call zshard\.reset\(model\) first"):
+        model[1].requires_grad_(False)  # of the whole parameters that it holds
     zshard.reset(model)
     model.requires_grad_(True)
     zshard.AdamW(model.parameters())

@@ -4,13 +4,16 @@
 ``wrap`` swaps the *contents* of every parameter (torch.utils.swap_tensors), so that the object
 which optimizers, hooks and user code hold is the sharded parameter. While a unit is gathered its
 modules hold other Parameters, the leaves, which are views of the full buffer; autograd only ever
-sees those. A sharded parameter is never part of a graph.
+sees those. A sharded parameter may become part of a graph (an elementwise operation), but no
+gradient may come to it: see ``Sharded.refuse_gradients``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ref
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -129,7 +132,14 @@ class Sharded(torch.Tensor):
         if self._is_param and changes:
             self.flat.set_trained(self.segment, requires_grad)
         super().requires_grad_(requires_grad)
+        if self._is_param:
+            self.refuse_gradients()
         return self
+
+    def refuse_gradients(self) -> None:
+        """Have a gradient that autograd brings here be an error: nobody would look at it."""
+        if self.requires_grad and not self._backward_hooks:
+            super().register_hook(partial(_refuse_gradient, ref(self.flat), self.segment))  # type: ignore[no-untyped-call]
 
     def register_hook(self, hook: GradHook) -> RemovableHandle:
         """As torch's: ``hook`` gets this rank's whole gradient, before it is reduced."""
@@ -230,6 +240,15 @@ class Sharded(torch.Tensor):
         from .sharded.dispatch import run  # not above: it asks what is Sharded
 
         return run(func, args, kwargs or {})
+
+
+def _refuse_gradient(flat: ref[Flat], segment: int, grad: torch.Tensor) -> NoReturn:
+    of = flat()
+    raise StateError(
+        f"{of.names[segment] if of else 'a parameter'}: a graph outside of a forward has used the "
+        "sharded parameter, whose gradient would be lost. Use it in a forward, or in a method that "
+        "zshard.method(model, name) has gather."
+    )
 
 
 def _needs_memory(name: str) -> Callable[..., NoReturn]:

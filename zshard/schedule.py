@@ -89,6 +89,8 @@ class Schedule:
         self.backward = Backward(self)
         for flat in self.flats:
             flat.schedule = self
+            for param in flat.params:
+                param.refuse_gradients()
         self.forward = ForwardHooks(self)
         LIVE.add(self)
 

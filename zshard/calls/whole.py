@@ -13,8 +13,8 @@ from torch import nn
 
 from ..digest import digest
 from ..errors import InputError, MismatchError, StateError
-from ..optimizers.stand_ins import put_in, take_out
-from ..param import Sharded, user_attributes
+from ..optimizers.stand_ins import put_in, refuse_lost_gradients, take_out
+from ..param import Sharded, share_attributes, user_attributes
 from ..schedule import Schedule
 from ..sharded.slices import own_slice
 from ..tag import Tag
@@ -98,9 +98,10 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
 def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     """Whole parameters in the modules of ``model``, on every rank, for the length of the context.
 
-    They are the masters' values in the parameters' own dtypes. A collective: every rank has to
-    enter, between steps. The model may be called inside under torch.no_grad(), on any rank, without
-    communication.
+    They are the masters' values in the parameters' own dtypes, without gradients: neither a clip
+    of gradients nor zero_grad means anything inside, and hooks set there are lost. A collective:
+    every rank has to enter, between steps. The model may be called inside under torch.no_grad(), on
+    any rank, without communication.
 
     Args:
         write: take what the context leaves in the parameters as their new values. Every rank has
@@ -109,7 +110,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             than a 16-bit parameter. After an exception nothing is taken.
 
     Raises:
-        StateError: inside a forward or backward, or inside another full_params; at the end of one
+        StateError: inside a forward or backward, or inside another full_params; at the end, for a
+            gradient that was made inside and that no optimizer there has used; at the end of one
             for writing, if a sharded parameter was changed meanwhile (by an optimizer's step, say).
         InputError: at the end, for a parameter that was replaced by one of another shape.
         MismatchError: on every rank, if they do not all enter; at the end of one for writing, if
@@ -141,11 +143,13 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
                     unit.reshard()
                 unit.put_params(wholes)
             yield model
+            refuse_lost_gradients(given)
             _take_replaced(schedule, wholes)
         finally:
             schedule.whole = False
-            for each in given:
+            for each, param in zip(given, schedule.parameters(), strict=True):
                 take_out(each)
+                share_attributes(each, param)
             for unit in schedule.units:
                 unit.put_params({flat: flat.params for flat in unit.flats})
         if write and versions != [flat.version for flat in schedule.flats]:

@@ -11,15 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import OptimizerError
+from ..errors import OptimizerError, StateError
 from ..param import Sharded
 from ..schedule import LIVE
 
 # Of each whole parameter that a context has in the modules now, by id: itself, and the sharded one.
 # No weak reference meanwhile, with which torch.utils.swap_tensors would refuse it.
 _STANDING_IN: dict[int, tuple[torch.Tensor, Sharded]] = {}
+_STEPPED: set[int] = set()  # ids of those of them that an optimizer has made a step on
 _TAKEN_OUT = WeakTensorKeyDictionary()  # of those whose context has ended, as long as they live
 
+_USE_FORWARD = (
+    "Compute what has it in a forward, or in a method that zshard.method(model, name) has gather; "
+    "or assign whole gradients to the parameters outside of the context."
+)
 _REMEDY = (
     "An optimizer that needs whole matrices takes whole tensors of your own: "
     "zshard.full_param(model, name) of each parameter, with zshard.full_grad(model, name) as its "
@@ -31,12 +36,40 @@ _REMEDY = (
 def put_in(whole: torch.Tensor, sharded: Sharded) -> None:
     """Note that ``whole`` stands in for ``sharded``, until it is taken out."""
     _STANDING_IN[id(whole)] = whole, sharded
+    if whole.requires_grad:
+        whole.register_post_accumulate_grad_hook(_refuse_lost_gradient)  # type: ignore[no-untyped-call]
 
 
 def take_out(whole: torch.Tensor) -> None:
     """Note that the model does not look at ``whole`` any more."""
     _STANDING_IN.pop(id(whole), None)
+    _STEPPED.discard(id(whole))
     _TAKEN_OUT[whole] = True
+
+
+def _refuse_lost_gradient(whole: torch.Tensor) -> None:
+    if whole in _TAKEN_OUT:
+        whole.grad = None
+        raise StateError(
+            f"a backward after the end of zshard.full_params has come to a parameter of shape "
+            f"{tuple(whole.shape)} that was lent there. {_USE_FORWARD}"
+        )
+
+
+def refuse_lost_gradients(wholes: Sequence[torch.Tensor]) -> None:
+    """Refuse gradients of ``wholes``, at the end of their context, that nobody will look at.
+
+    Raises:
+        StateError: for one on which no optimizer has made a step.
+    """
+    for whole in wholes:
+        if whole.grad is not None and id(whole) not in _STEPPED:
+            _, sharded = _STANDING_IN[id(whole)]
+            raise StateError(
+                f"{sharded.fqn}: the whole parameter that zshard.full_params lends was left with a "
+                "gradient, which the model will not see. If it was not meant for the model, drop "
+                f"it inside (.grad = None, model.zero_grad()). Else: {_USE_FORWARD}"
+            )
 
 
 def refuse_lost_step(param: torch.Tensor, *, has_closure: bool) -> None:
@@ -56,7 +89,10 @@ def refuse_lost_step(param: torch.Tensor, *, has_closure: bool) -> None:
             "a model of your own on it, clone it. " + _REMEDY
         )
     _, sharded = _STANDING_IN.get(id(param), (None, None))
-    if sharded is None or has_closure:
+    if sharded is None:
+        return
+    _STEPPED.add(id(param))
+    if has_closure:
         return
     if param.grad is None and sharded.grad is not None:
         raise OptimizerError(

@@ -35,8 +35,8 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
             "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; "
             "zshard.full_grad(model, name) reads a gradient. An optimizer that needs whole "
-            "matrices (Muon), or other code: work on whole parameters inside "
-            "zshard.full_params(model)."
+            "matrices (Muon) takes what zshard.full_param and zshard.full_grad read; write its "
+            "values back inside zshard.full_params(model, write=True)."
         )
     if isinstance(first, ShardedGrad):
         raise ShardedAccessError(

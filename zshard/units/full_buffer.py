@@ -23,7 +23,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
 from ..param import Sharded, share_attributes
-from .leaf import as_autograd_sees, set_alive
+from .leaf import as_autograd_sees, is_trained, set_alive, set_trained
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -90,8 +90,8 @@ class FullBuffer:
         """What the modules hold of parameter ``index`` while it is whole, and its attributes."""
         leaf, trained = self.leaves[index], self._flat.trained[index]
         share_attributes(self._flat.params[index], leaf)
-        if leaf.requires_grad != trained:  # frozen or not while a module held it
-            leaf.requires_grad_(trained)
+        if is_trained(leaf) != trained:  # frozen or not while a module held it
+            set_trained(leaf, trained)
             self._accumulators = None
         return leaf
 
@@ -106,7 +106,7 @@ class FullBuffer:
         """Freeze or unfreeze leaf ``index``, if there is one."""
         if self.leaves:
             with as_autograd_sees():
-                self.leaves[index].requires_grad_(value)
+                set_trained(self.leaves[index], value)
                 self._watch(index)
             self._accumulators = None
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ..errors import ShardedAccessError
+from ..errors import ShardedAccessError, StateError
 
 # What is true of a leaf dead or alive. torch.utils.checkpoint compares it, of frozen weights too.
 _TRUE_OF_THE_DEAD = {
@@ -24,6 +24,9 @@ _TRUE_OF_THE_DEAD = {
         for name in ("shape", "dtype", "device", "layout", "requires_grad")
     ),
 }
+
+
+is_trained = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class LiveLeaf(Parameter):
@@ -43,6 +46,25 @@ class LiveLeaf(Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained; not to be changed now."""
+        return bool(is_trained(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> LiveLeaf:
+        """Refuse a change, of which ``set_trained`` is what makes one."""
+        if requires_grad != is_trained(self):
+            raise StateError(
+                "requires_grad of a parameter cannot change inside the forward or backward that "
+                "uses it; change it between steps. After an exception out of a forward, call "
+                "zshard.reset(model) first"
+            )
+        return self
 
 
 class DeadLeaf(Parameter):
@@ -74,6 +96,11 @@ def set_alive(leaves: Sequence[Parameter], alive: bool) -> None:
     kind = LiveLeaf if alive else DeadLeaf
     for leaf in leaves:
         leaf.__class__ = kind
+
+
+def set_trained(leaf: Parameter, trained: bool) -> None:
+    """Freeze or unfreeze ``leaf``."""
+    torch.Tensor.requires_grad_(leaf, trained)
 
 
 def as_autograd_sees() -> Any:
