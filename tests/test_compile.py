@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -154,3 +155,15 @@ def test_a_compiled_model_trains_alike_and_is_compiled_once() -> None:
             assert set(none) == {0} and graphs[0] > 0, f"{way} {options}"
             again = f"{way} {options}: a step was compiled anew"
             assert graphs[1:] == [graphs[1]] * (STEPS - 1), again
+
+
+def test_dynamo_compiles_nothing_for_the_hooks_of_units_of_many_kinds() -> None:
+    torch._dynamo.reset()
+    layers = (nn.Embedding(10, 8), nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 4))
+    model = zshard.wrap(nn.Sequential(*layers), units="layer")
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        compiled(torch.arange(6)).sum().backward()
+    called = inspect.unwrap(hooks.ModuleHook.__call__).__code__
+    assert called.co_filename == hooks.__file__
+    assert torch._C._dynamo.eval_frame._debug_get_cache_entry_list(called) == []

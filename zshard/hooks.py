@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -26,8 +27,8 @@ class ModuleHook:
     """A hook of a wrapped module, which thereby can neither be pickled nor copied."""
 
     def __init__(self, function: Callable[..., object]) -> None:
-        # torch.compile breaks its graph here: communication is not for it to trace.
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        _have_dynamo_skip_calls()
+        self._function = function
 
     def __call__(self, *args: object) -> Any:
         """Call the function."""
@@ -40,6 +41,17 @@ class ModuleHook:
             "before zshard.wrap. (For an average of the weights wrap two copies, and update one by "
             "ema.lerp_(param, weight), parameter by parameter.)"
         )
+
+
+@cache
+def _have_dynamo_skip_calls() -> None:
+    """Have torch.compile break its graph at module hooks: communication is not for it to trace.
+
+    Nor the call of one, of which each module's arguments would make another graph. Not earlier: it
+    imports Dynamo, which takes a second.
+    """
+    skipped = torch.compiler.disable(ModuleHook.__call__)  # type: ignore[no-untyped-call]
+    ModuleHook.__call__ = skipped  # type: ignore[method-assign]
 
 
 _OF_THREAD = threading.local()
