@@ -236,6 +236,24 @@ def test_verify_of_a_folder_reads_each_of_its_checkpoints(
     assert f"{place / 'step-1'}: damaged" in errors
 
 
+def test_verify_of_a_folder_goes_on_where_a_job_removes_one_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("1", "2"):
+        zshard.save(tmp_path / name, zshard.wrap(torch.nn.Linear(2, 2)))
+    verify = command.inspect.verify
+
+    def after_another_job(path: str, progress: object) -> object:
+        shutil.rmtree(tmp_path / "1", ignore_errors=True)
+        return verify(path, progress)
+
+    monkeypatch.setattr(command.inspect, "verify", after_another_job)
+    assert main(["ckpt", "verify", str(tmp_path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{tmp_path / '1'}: another job has removed it meanwhile"
+    assert second.startswith(f"{tmp_path / '2'}: ok")
+
+
 @pytest.mark.parametrize("action", ["info", "verify"])
 def test_where_there_is_no_checkpoint_the_path_is_named(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -112,8 +112,18 @@ def _shortened(text: str) -> str:
 def _verify_each(listing: Listing) -> int:
     for path, why in listing.unreadable.items():
         print(f"{path}: damaged\n  {why}", file=sys.stderr)
-    statuses = [_verify(summary.path) for summary in listing.checkpoints]
+    statuses = [_verify_unless_removed(summary.path) for summary in listing.checkpoints]
     return max([*statuses, int(bool(listing.unreadable))])
+
+
+def _verify_unless_removed(path: str) -> int:
+    try:
+        return _verify(path)
+    except CheckpointError:
+        if inspect.is_checkpoint(path):
+            raise
+        print(f"{path}: another job has removed it meanwhile")
+        return 0
 
 
 def _verify(path: str) -> int:
