@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -212,3 +213,15 @@ def test_a_forked_process_saves_by_a_thread_of_its_own(tmp_path: Path) -> None:
     assert run_ranks(saves_in_a_child, 1, str(tmp_path), group=False) == [0]
     assert zshard.latest(tmp_path) is not None
     assert sorted(os.listdir(tmp_path)) == ["child", "parent"]
+
+
+def test_of_a_file_and_an_index_in_a_folder_the_file_is_taken_as_by_transformers(
+    tmp_path: Path,
+) -> None:
+    safetensors.torch.save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    safetensors.torch.save_file({"weight": torch.zeros(2, 2)}, tmp_path / "part.safetensors")
+    index = {"weight_map": {"weight": "part.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = zshard.wrap(nn.Linear(2, 2, bias=False))
+    zshard.load_weights(model, tmp_path)
+    assert torch.equal(zshard.full_param(model, "weight"), torch.ones(2, 2))

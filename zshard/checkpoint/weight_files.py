@@ -71,7 +71,7 @@ def _find(path: str) -> WeightFiles:
     if not files.exists(path):
         raise CheckpointError(f"{path}: does not exist")
     if files.is_folder(path):
-        for name in (_INDEX, _SINGLE):
+        for name in (_SINGLE, _INDEX):  # as transformers choose where both are there
             if files.exists(os.path.join(path, name)):
                 return _find(os.path.join(path, name))
         raise CheckpointError(f"{path}: has neither {_INDEX} nor {_SINGLE}")
