@@ -225,3 +225,10 @@ def test_of_a_file_and_an_index_in_a_folder_the_file_is_taken_as_by_transformers
     model = zshard.wrap(nn.Linear(2, 2, bias=False))
     zshard.load_weights(model, tmp_path)
     assert torch.equal(zshard.full_param(model, "weight"), torch.ones(2, 2))
+
+
+def test_a_sparse_buffer_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.eye(2).to_sparse())
+    with pytest.raises(zshard.InputError, match=r"mask is a tensor of torch\.sparse_coo"):
+        zshard.save(tmp_path / "a", zshard.wrap(model))

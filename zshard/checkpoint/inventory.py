@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
@@ -57,7 +58,7 @@ def inventory_of(schedule: Schedule) -> Inventory:
     """What the wrapped model holds.
 
     Raises:
-        InputError: for an extra state that JSON cannot hold.
+        InputError: for an extra state that JSON cannot hold; for a tensor that is sparse.
         StateError, WrapError: for parameters or modules replaced, added or removed after wrap.
     """
     schedule.structure.check_unchanged()
@@ -70,7 +71,7 @@ def inventory_of(schedule: Schedule) -> Inventory:
         found.names[id(param)] = name
         found.add_aliases(owned.names, name)
         if not isinstance(param, Sharded):
-            found.parameters[name] = found.ignored[name] = HeldWhole(param, saves=first)
+            found.parameters[name] = found.ignored[name] = _held(name, param, first)
             continue
         flat, mine = param.flat, saved_range(param.flat, param.segment)
         found.parameters[name] = HeldMaster(flat, param.segment, mine, as_master=False)
@@ -82,10 +83,19 @@ def inventory_of(schedule: Schedule) -> Inventory:
         key = seen.setdefault(id(buffer), _key(name))
         found.add_aliases([name], key)
         if key not in found.buffers:
-            found.buffers[key] = HeldWhole(buffer, saves=first)
+            found.buffers[key] = _held(key, buffer, first)
     for key, module in _with_extra_state(schedule.model):
         found.extra_state[key] = as_json(module.get_extra_state(), f"{key} (get_extra_state)")
     return found
+
+
+def _held(name: str, tensor: Tensor, first: bool) -> HeldWhole:
+    if tensor.layout is not torch.strided:
+        raise InputError(
+            f"{name} is a tensor of {tensor.layout}, which checkpoints do not hold; make it dense, "
+            "or a buffer with persistent=False"
+        )
+    return HeldWhole(tensor, saves=first)
 
 
 def saved_range(flat: Flat, segment: int) -> Range:
