@@ -161,7 +161,7 @@ def test_configurations_of_transformers_are_planned_without_their_memory(tmp_pat
     assert {plan.parameters for plan in plans} == {6_738_415_616}
     assert len(plans[0].units) == 33
     stated = json.loads(json.dumps(plans[0].to_dict()))
-    assert (stated["world_size"], stated["optimizer"], stated["hbm"]) == (8, "adamw", None)
+    assert (stated["world_size"], stated["optimizer"], stated["prefetch"]) == (8, "adamw", 1)
     split = plans[0].changed(precision=zshard.Precision.bf16(master="split")).to_dict()
     of_split = {"compute": "bfloat16", "reduce": "float32", "master": "split"}
     assert split["precision"] == {**stated["precision"], **of_split}

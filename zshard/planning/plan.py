@@ -227,7 +227,6 @@ class Plan:
             "optimizer": self.setup.optimizer,
             "prefetch": self.setup.prefetch,
             "checkpointing": self.setup.checkpointing,
-            "hbm": self.hbm,
             "comm": self.comm,
             "model_parameters": self.parameters,
             "per_rank": {
