@@ -90,6 +90,24 @@ def test_what_another_job_has_deleted_already_is_no_error(
     assert sorted(os.listdir(tmp_path)) == [".a.elsewhere", "d"]
 
 
+def test_one_that_cannot_be_deleted_is_told_of_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = model()
+    zshard.save(tmp_path / "a", ours)
+    rename = catalogue.files.rename
+
+    def refusing(old: str, new: str) -> None:
+        if new.endswith(".deleted"):
+            raise zshard.CheckpointError(f"{new}: Permission denied")
+        rename(old, new)
+
+    monkeypatch.setattr(catalogue.files, "rename", refusing)
+    with pytest.raises(zshard.CheckpointError, match=r"b is saved, but .* Permission denied"):
+        zshard.save(tmp_path / "b", ours, keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
 def test_the_rest_of_a_checkpoint_half_removed_is_not_put_back(tmp_path: Path) -> None:
     ours = model()
     (tmp_path / ".last.replaced").mkdir()

@@ -178,8 +178,6 @@ class HeldWhole(Held):
         tensor, values = self._tensor, values.to(self._tensor.device, self.dtype)
         if tensor.is_conj():  # index_put_ would write to memory what is read conjugated
             tensor, values = tensor.conj(), values.conj_physical()
-        if tensor.is_neg():
-            tensor, values = torch._neg_view(tensor), -values
         tensor[self._index(at)] = values
 
     def _index(self, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
