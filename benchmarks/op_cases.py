@@ -47,7 +47,7 @@ def copy_side(nbytes: int, device: torch.device, sets: int, *, by_kernel: bool =
     """A plain copy that moves about ``nbytes``, half read and half written.
 
     Args:
-        by_kernel: one that adds 0. What the driver makes of a copy in a CUDA graph took 1.57 times
+        by_kernel: one that adds 0. What the driver makes of a copy in a CUDA graph took 1.56 times
             as long on an H200, and would flatter every share.
     """
     numel = max(1, min(nbytes, _COPY_LIMIT) // 8)

@@ -53,7 +53,7 @@ void check_master(int round) {
 }
 
 // pack_ and unpack_ of contiguous tensors and of transposed matrices with room between their
-// columns. Some pieces are gaps, which unpack_ has not in its list.
+// columns. Some pieces are gaps, which unpack_ does not have in its list.
 void check_pack(int round, bool pack) {
     const bool wide = one_in(6);
     const Dtype dtype = wide ? Dtype::kFloat64 : draw_dtype();

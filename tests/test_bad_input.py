@@ -1,8 +1,8 @@
 """Bad input: a typed error that names what and where, on every rank, and a model that goes on.
 
-One test for each row of the README's table that no other file has. tests/test_agreement.py has
-ranks that do different things, tests/test_guards.py and test_habits.py graphs and exceptions,
-tests/test_freezing.py requires_grad, and tests/test_params.py sharded access.
+One test for each row of the README's tables of what is refused that no other file has.
+tests/test_agreement.py has ranks that do different things, tests/test_guards.py and test_habits.py
+graphs and exceptions, tests/test_freezing.py requires_grad, tests/test_params.py sharded access.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_updated_shards_are_gathered_after_the_step_in_the_order_of_the_next_for
 
 
 def table(strategy: str, precision: str, count: int, world_size: int) -> float:
-    """The bytes that a rank holds, by DESIGN's table: parameters, gradients, master, two states."""
+    """The bytes that a rank holds by the README: parameters, gradients, master, two states."""
     compute, gradient, master = {"fp32": (4, 4, 0), "bf16": (2, 2, 4), "split": (2, 2, 2)}[
         precision
     ]
@@ -154,7 +154,7 @@ def test_a_rank_holds_what_the_table_says(strategy: str, world_size: int) -> Non
             assert lent == (strategy == "zero3" and world_size > 1)
 
 
-def test_the_table_is_the_designs() -> None:
+def test_the_table_is_that_of_the_readme() -> None:
     p, n = 1000, 4
     written = {
         ("ddp", "fp32"): 16 * p,

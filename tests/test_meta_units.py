@@ -46,7 +46,7 @@ def peak_of_wrap(
             strategy=strategy,
             precision=precision,
             init="trust",
-            comm="group",  # shared memory comes in extents of a MiB, of all ranks: test_peer.py
+            comm="group",  # shared memory comes in extents of a MiB, of all ranks: test_arena.py
         )
     stays = sum(nbytes for _, nbytes in counted.live.values())
     return counted.peak, stays, sum(p.numel() for p in model.parameters())

@@ -224,7 +224,7 @@ def peak_of_wrap(
     with torch.device("meta"):
         model = Large()
     with Counted(least=1000) as counted:
-        # Shared memory comes in extents of a MiB, of all ranks: test_peer.py.
+        # Shared memory comes in extents of a MiB, of all ranks: test_arena.py.
         policy = PRECISIONS[precision]
         zshard.wrap(model, strategy=strategy, precision=policy, init=init, comm="group")
     stays = sum(nbytes for _, nbytes in counted.live.values())

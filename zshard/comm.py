@@ -1,4 +1,4 @@
-"""The one seam through which every collective goes: counted, labelled, and able to fail by name."""
+"""The one seam of a model's collectives: counted, labelled, and able to fail by name."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ class _FusedAdam(FusedOptimizer):
         for name, value in others.items():
             if value:
                 raise InputError(
-                    f"{name}=True is not available in zshard's optimizers; torch.optim's AdamW has "
-                    "it and works on wrapped models"
+                    f"{name}=True is not available in zshard's optimizers; "
+                    f"torch.optim.{'AdamW' if self._decoupled else 'Adam'} has it and works on wrapped models"
                 )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 

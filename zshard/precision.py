@@ -29,7 +29,9 @@ class Precision:
     Args:
         compute: dtype of the gathered parameters; None keeps each parameter's own.
         reduce: dtype of gradients on the wire and in the gradient shard; None keeps each
-            parameter's own. Sums are accumulated in fp32 whatever this is.
+            parameter's own. The sum over ranks is taken in fp32 (of fp64 gradients in fp64) and
+            rounded to it once. What several backwards add up is kept in it: a sum of hundreds of
+            micro-batches in bf16 stands still where one in fp32 goes on.
         master: "fp32"; or "split", for bf16 compute: the fp32 master as two 16-bit planes, of
             which the upper is the bf16 copy that is gathered (rounded half up, not to even). Two
             bytes a parameter less, and the same updates bit for bit; only zshard's optimizers can

@@ -33,7 +33,7 @@ inline constexpr size_t kMaxParamBytes = 32'764;
 // the follower take what room there is. Every block of a follower has to call await_predecessor(),
 // and before that touch nothing that another kernel uses: then whoever comes behind the follower
 // comes behind its predecessor as well. Where one of the two has few blocks this hides the launch:
-// 1 to 2 us of an H200.
+// 0.6 to 2.6 us of an H200.
 __device__ __forceinline__ void let_follow() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();

@@ -1,4 +1,4 @@
-"""What a model takes, sends and lasts, before there is a rank, a GPU or any of its memory.
+"""What a model takes and sends, and how long a step lasts, before there is a rank or a GPU.
 
 A reader follows a plan through ``planner``, ``plan`` and ``footprint`` (bytes), ``rehearsal`` and
 ``work`` (activations and operations, on fake tensors), ``forecast``, ``machine`` and ``timeline``

@@ -1,4 +1,4 @@
-"""``zshard.plan``: what a model will take, send and last on every rank, by arithmetic."""
+"""``zshard.plan``: what a model takes and sends on every rank, and how long a step lasts."""
 
 from __future__ import annotations
 
