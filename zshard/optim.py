@@ -47,7 +47,8 @@ class _FusedAdam(FusedOptimizer):
             if value:
                 raise InputError(
                     f"{name}=True is not available in zshard's optimizers; "
-                    f"torch.optim.{'AdamW' if self._decoupled else 'Adam'} has it and works on wrapped models"
+                    f"torch.optim.{'AdamW' if self._decoupled else 'Adam'} has it and works on "
+                    "wrapped models"
                 )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
