@@ -16,14 +16,14 @@ from .awaited import TOLD, Awaited
 from .errors import Error
 from .streams import Lane
 from .tag import Tag
+from .tracing.recorder import Recorder
 from .tracing.records import Transfer
-from .tracing.trace import Trace
 from .training_state import require_untransformed
 from .transports.counters import CommStats
 from .transports.groups import Ranks
 from .transports.handle import Handle
 from .transports.mesh import groups_of
-from .transports.messages import Together, Work
+from .transports.messages import Work, works_of
 from .transports.named_errors import NamedErrors
 from .transports.refusal import Refusal
 from .transports.simulated import ranks_of
@@ -70,7 +70,7 @@ class Comm:
         self.broken = False  # a collective has failed; those to come cannot be expected to work
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
-        self.trace: Trace | None = None  # records what goes through
+        self.recorder: Recorder | None = None  # is told what goes through, while that is traced
         # gather: all-gathers run ahead of the unit that computes, so they need their own order.
         self.gather_lane = Lane(device)
         # reduce: a unit's reduction runs while the next unit's backward computes.
@@ -209,36 +209,32 @@ class Comm:
         start: Callable[[], Work | None],
     ) -> Handle:
         """Start a collective by ``start``; the backend sends ``sent`` bytes."""
-        trace, transfer = self.trace, None
-        if trace is not None:
+        transfer = None
+        if self.recorder is not None:
             name = "gather" if lane is self.gather_lane else "reduce"
-            transfer = trace.issue(op, tag, sent, name)
+            transfer = self.recorder.issue(op, tag, sent, name)
         with lane.after_compute(), self.named_errors(op, tag):
             self._count(op, sent, tag, over)
-            if transfer is not None and trace is not None and lane.stream is not None:
-                transfer.start = trace.stamp()
+            if transfer is not None and lane.stream is not None:
+                transfer.begins_here()
             began = time.perf_counter()
             with over.attending():  # until somebody can wait for it
                 work = start()
                 if work is None and over.read_by_waiter:  # it was waited for here
                     self._waited(op, tag, transfer, began)
-                if transfer is not None and trace is not None:
-                    if work is None:  # it runs on the lane, or is done
-                        transfer.ends.append(trace.stamp())
-                    elif over.read_by_waiter:
-                        transfer.by_waiter = True
-                    else:
-                        transfer.watch(work.works if isinstance(work, Together) else [work])
+                if transfer is not None:
+                    transfer.started(works_of(work), by_waiter=over.read_by_waiter)
                 handle = Handle(self, work, lane.mark(), over, op, tag, transfer)
-        if transfer is not None and trace is not None and not self.on_lane:
-            transfer.back = trace.stamp()
+        if transfer is not None and not self.on_lane:
+            transfer.returns()
         return handle
 
     def _waited(self, op: str, tag: Tag, transfer: Transfer | None, since: float) -> None:
         """Note that the host was held up ``since`` then, if it is what reads shared memory."""
         self.stats.exposed_seconds += time.perf_counter() - since
-        if self.trace is not None and self.shards.read_by_waiter:
-            self.trace.end_stall(self.trace.begin_stall(op, tag, transfer, since))
+        recorder = self.recorder
+        if recorder is not None and self.shards.read_by_waiter:
+            recorder.end_stall(recorder.begin_stall(op, tag, transfer, since))
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
         """Replace ``value`` by that of the first of all ranks, in place."""
@@ -280,10 +276,10 @@ class Comm:
 
     def summing(self, tag: Tag) -> AbstractContextManager[None]:
         """A context for the local sum that follows an exchange."""
-        if self.trace is None:
+        if self.recorder is None:
             return _NOTHING
         stream = "reduce" if self.on_lane else "compute"
-        return self.trace.span("sum", tag.subject, stream)
+        return self.recorder.span("sum", tag.subject, stream)
 
     @contextmanager
     def _at_once(
@@ -293,8 +289,8 @@ class Comm:
         try:
             with self.named_errors(op, tag):
                 self._count(op, sent, tag, over)
-                trace = self.trace
-                with trace.meet(op, tag, sent, on_host=on_host) if trace else _NOTHING:
+                recorder = self.recorder
+                with recorder.meet(op, tag, sent, on_host=on_host) if recorder else _NOTHING:
                     yield
         except Error:
             raise

@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import CommError, InputError, StateError
 from ..step.debts import settle
 from ..tracing.clock import Clock
+from ..tracing.recorder import Recorder
 from ..tracing.trace import Trace
 from ..training_state import TrainingState
 from ..transports.counters import CommStats
@@ -114,10 +115,11 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     schedule = schedule_of(model)
     comm = schedule.comm
-    if comm.trace is not None:
+    if comm.recorder is not None:
         raise StateError(f"this {type(model).__name__} is being traced already: end that trace")
-    recorded = comm.trace = Trace(
-        Clock(schedule.device),
+    recorder = comm.recorder = Recorder(Clock(schedule.device))
+    recorded = Trace(
+        recorder,
         rank=comm.world_rank,
         world=comm.world_size,
         units=[unit.label for unit in schedule.units],
@@ -128,8 +130,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         yield recorded
         linger = True
     finally:
-        comm.trace = None
-        recorded.end(linger=linger)
+        comm.recorder = None
+        recorder.end(linger=linger)
 
 
 def reset(model: nn.Module) -> None:

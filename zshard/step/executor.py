@@ -127,36 +127,36 @@ class Executor:
 
         To the profiler it is a mark: what begins in one hook may end on another thread, or never.
         """
-        if (trace := self._comm.trace) is not None:
-            trace.enter(phase, unit.label)
+        if (recorder := self._comm.recorder) is not None:
+            recorder.enter(phase, unit.label)
         if _profiled():
             with record_function(f"zshard::{phase} {unit.label}"):
                 pass
 
     def leave(self, unit: Unit) -> None:
         """The forward of ``unit`` has ended, if one was under way."""
-        if (trace := self._comm.trace) is not None:
-            trace.leave("forward", unit.label)
+        if (recorder := self._comm.recorder) is not None:
+            recorder.leave("forward", unit.label)
 
     def leave_all(self) -> None:
         """The forward or backward under way was left by an exception."""
-        if (trace := self._comm.trace) is not None:
-            trace.leave_all()
+        if (recorder := self._comm.recorder) is not None:
+            recorder.leave_all()
 
     def end_backward(self, unit: Unit | None = None) -> None:
         """The backward under way has ended; with ``unit``, if it is of that."""
-        if (trace := self._comm.trace) is not None:
-            trace.end_backward(None if unit is None else unit.label)
+        if (recorder := self._comm.recorder) is not None:
+            recorder.end_backward(None if unit is None else unit.label)
 
     def resume_backward(self) -> None:
         """What autograd comes to now is the root's, if no other unit's backward is under way."""
-        if (trace := self._comm.trace) is not None:
-            trace.resume_backward(self._root.label)
+        if (recorder := self._comm.recorder) is not None:
+            recorder.resume_backward(self._root.label)
 
     def doing(self, phase: str, unit: Unit) -> AbstractContextManager[None]:
         """A context that is ``phase`` of ``unit``; of a gather or reduce, the issuing of it."""
-        trace = self._comm.trace
-        inside = _NOTHING if trace is None else trace.phase(phase, unit.label)
+        recorder = self._comm.recorder
+        inside = _NOTHING if recorder is None else recorder.phase(phase, unit.label)
         return _shown(f"zshard::{phase} {unit.label}", inside) if _profiled() else inside
 
     def _tag(self, phase: str, unit: Unit) -> Tag:

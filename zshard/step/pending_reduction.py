@@ -148,13 +148,14 @@ class PendingReduction:
             self._await_mark()
 
     def _await_mark(self) -> None:
-        trace, transfer = self._comm.trace, self._handle.transfer if self._handle else None
-        if trace is None:
+        recorder = self._comm.recorder
+        if recorder is None:
             compute_waits(self._mark)
             return
-        stall = trace.begin_stall("reduce_scatter", self._tag, transfer)
+        transfer = self._handle.transfer if self._handle else None
+        stall = recorder.begin_stall("reduce_scatter", self._tag, transfer)
         compute_waits(self._mark)
-        trace.end_stall(stall)
+        recorder.end_stall(stall)
 
     def wait(self) -> None:
         """Wait for the gradients, after ``land``."""

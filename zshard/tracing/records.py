@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ..tag import Tag
@@ -63,21 +63,51 @@ class Transfer:
         exact: False where the backend does not tell of the completion, as for messages; then
             ``ended`` is when a wait has found it.
         by_waiter: the rank itself reads what others lend, when it waits: then it began and ended.
+
+    Args:
+        now: takes a stamp of the current stream.
     """
 
-    def __init__(self, op: str, tag: Tag, nbytes: int, lane: str, first: Stamp) -> None:
+    def __init__(self, op: str, tag: Tag, nbytes: int, lane: str, now: Callable[[], Stamp]) -> None:
         self.op, self.phase, self.unit = op, tag.phase, tag.subject
         self.bytes, self.lane = nbytes, lane
         self.event: Event | None = None
         self.issued = self.returned = self.began = self.ended = math.nan
         self.complete, self.exact, self.by_waiter = False, True, False
-        self.first = self.back = first
+        self._now = now
+        self.first = self.back = now()
         self.start: Stamp | None = None  # of the lane's own stream, where it has one
         self.ends: list[Stamp] = []  # of its parts that have ended
         self.parts = 1
 
-    def watch(self, works: Sequence[object]) -> None:
-        """Note when ``works``, which are one collective, are complete."""
+    def begins_here(self) -> None:
+        """The current stream, the lane's own, has come to it."""
+        self.start = self._now()
+
+    def completed(self) -> None:
+        """The current stream has come behind it."""
+        self.ends.append(self._now())
+
+    def returns(self) -> None:
+        """Compute goes on."""
+        self.back = self._now()
+
+    def started(self, works: Sequence[object], *, by_waiter: bool) -> None:
+        """The backend has been given it.
+
+        Args:
+            works: what it consists of; none where it is done, or the current stream runs it.
+            by_waiter: see above.
+        """
+        if not works:
+            self.completed()
+        elif by_waiter:
+            self.by_waiter = True
+        else:
+            self._watch(works)
+
+    def _watch(self, works: Sequence[object]) -> None:
+        """Note when ``works`` are complete."""
         self.parts, append, clock = len(works), self.ends.append, time.perf_counter
         for work in works:
             try:

@@ -39,15 +39,15 @@ class Handle:
 
     def wait(self) -> None:
         """Wait for the result: the compute stream on CUDA, the host on CPU."""
-        trace = self._comm.trace
-        if trace is None or self._comm.on_lane:
+        recorder = self._comm.recorder
+        if recorder is None or self._comm.on_lane:
             self._wait()
             return
-        stall = trace.begin_stall(self._op, self._tag, self.transfer)
+        stall = recorder.begin_stall(self._op, self._tag, self.transfer)
         try:
             self._wait()
         finally:
-            trace.end_stall(stall)
+            recorder.end_stall(stall)
 
     def _wait(self) -> None:
         if self._work is not None:

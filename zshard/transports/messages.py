@@ -34,6 +34,13 @@ class Together(NamedTuple):
         return all([work.wait() for work in self.works])
 
 
+def works_of(work: Work | None) -> list[Work]:
+    """The operations that are one collective; none where there is nothing to wait for."""
+    if work is None:
+        return []
+    return work.works if isinstance(work, Together) else [work]
+
+
 class Messenger:
     """Sends rows between the ranks of a gloo ``group``; every rank makes the same calls in order.
 

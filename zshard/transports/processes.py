@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .messages import Together, Work
+from .messages import Work, works_of
 
 _SLICE_SECONDS = 0.5  # of a wait, between looks at whether the others live
 _GRACE_SECONDS = 5.0  # from the end of a rank to that of the collectives it had taken part in
@@ -85,7 +85,7 @@ class Processes:
         Raises:
             RuntimeError: it failed, or is not complete although a rank ended a while ago.
         """
-        for each in work.works if isinstance(work, Together) else [work]:
+        for each in works_of(work):
             if isinstance(each, dist.Work):
                 self._wait(each)
             else:
