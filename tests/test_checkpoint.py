@@ -137,10 +137,10 @@ def test_a_tied_weight_is_stored_once_and_loaded_under_either_name(tmp_path: Pat
 
 
 def several_files(rank: int, size: int, folder: str) -> None:
-    from zshard.checkpoint import manifest, saving
+    from zshard.checkpoint import manifest, writer
 
-    saving.FILE_BYTES = 300
-    manifest.CHUNK_BYTES = saving.CHUNK_BYTES = 64
+    writer.FILE_BYTES = 300
+    manifest.CHUNK_BYTES = writer.CHUNK_BYTES = 64
     model, optimizer = wrapped(CASES[0], seed=1)
     train(model, optimizer, rank, range(2))
     zshard.save(f"{folder}/a", model, optimizer)

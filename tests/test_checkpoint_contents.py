@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zshard
-from zshard.checkpoint import saving
+from zshard.checkpoint import writer
 
 
 class Counter(nn.Module):
@@ -161,7 +161,7 @@ def test_an_extra_too_large_to_be_read_again_is_refused_and_nothing_is_lost(
 ) -> None:
     model = zshard.wrap(nn.Linear(2, 2))
     zshard.save(tmp_path / "a", model, keep=1)
-    monkeypatch.setattr(saving, "MAX_NBYTES", 3000)
+    monkeypatch.setattr(writer, "MAX_NBYTES", 3000)
     with pytest.raises(zshard.CheckpointError, match="more than the limit of 3000"):
         zshard.save(tmp_path / "b", model, extra="x" * 3000, keep=1)
     assert os.listdir(tmp_path) == ["a"]

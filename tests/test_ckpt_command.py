@@ -14,14 +14,14 @@ from ranks import run_ranks
 from safetensors import safe_open
 
 import zshard
-from zshard.checkpoint import catalogue, command, saving
+from zshard.checkpoint import catalogue, command, writer
 from zshard.checkpoint.inspect import list_folder
 from zshard.cli import main
 
 
 def save_three(rank: int, size: int, folder: str) -> None:
     """With bf16 parameters over fp32 masters, tensors of several chunks, and random states."""
-    saving.CHUNK_BYTES = 64
+    writer.CHUNK_BYTES = 64
     model = build(1, precision=zshard.Precision.bf16())
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     for step in range(3):
@@ -136,7 +136,7 @@ def test_of_two_jobs_that_save_at_once_info_and_latest_take_the_same_for_the_new
     monkeypatch.setattr(catalogue, "next_sequence", lambda folder: 7)
     for day, name in enumerate(("b-first", "a-second"), start=1):
         clock = SimpleNamespace(now=lambda zone, day=day: datetime(2026, 11, day, tzinfo=zone))
-        monkeypatch.setattr(saving, "datetime", clock)
+        monkeypatch.setattr(writer, "datetime", clock)
         zshard.save(tmp_path / name, zshard.wrap(torch.nn.Linear(2, 2)))
     assert list_folder(str(tmp_path)).newest == zshard.latest(tmp_path) == str(tmp_path / "b-first")
 

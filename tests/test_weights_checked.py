@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zshard
-from zshard.checkpoint import saving
+from zshard.checkpoint import writer
 
 
 def build(seed: int) -> nn.Module:
@@ -84,7 +84,7 @@ def test_a_file_away_from_its_checksums_is_loaded_unchecked(beside: str, tmp_pat
 
 def in_shards(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A model saved into several files."""
-    monkeypatch.setattr(saving, "FILE_BYTES", 100)
+    monkeypatch.setattr(writer, "FILE_BYTES", 100)
     model = build(seed)
     zshard.save(folder, model)
     assert len(list(folder.glob("model-*.safetensors"))) > 2

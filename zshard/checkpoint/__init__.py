@@ -1,7 +1,7 @@
 """Checkpoints: sharded, without pickle, whole or absent, and loadable by any number of ranks.
 
-A reader follows a save through ``save``, ``saving`` and ``manifest``, and a load through ``load``
-and ``loading``. ``files`` is the only module that touches a file system.
+A reader follows a save through ``save``, ``writer`` and ``manifest``, and a load through ``load``,
+``match`` and ``reader``. ``files`` is the only module that touches a file system.
 """
 
 from .catalogue import latest

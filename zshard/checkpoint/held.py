@@ -5,7 +5,6 @@ A range is [begin, end) in elements of the tensor in its memory order; see ``Seg
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -202,41 +201,3 @@ class Snapshot(Source):
     def read(self, begin: int, end: int) -> torch.Tensor:
         """A view of the copy."""
         return self._values[begin - self.here.begin : end - self.here.begin]
-
-
-def positions(
-    shape: tuple[int, ...], order: tuple[int, ...], begin: int, end: int
-) -> torch.Tensor:  # (end - begin,) int64
-    """Where elements [begin, end) in memory order lie in C order."""
-    rest = torch.arange(begin, end, device="cpu")
-    at = torch.zeros_like(rest)
-    c_stride = _c_strides(shape)
-    for dim in reversed(order):  # the fastest first
-        at += rest % shape[dim] * c_stride[dim]
-        rest //= shape[dim]
-    return at
-
-
-def places(
-    shape: tuple[int, ...], order: tuple[int, ...], at: torch.Tensor
-) -> torch.Tensor:  # like ``at``
-    """Where elements that lie at ``at`` in C order come in memory order; inverts ``positions``."""
-    place = torch.zeros_like(at)
-    for dim, stride in enumerate(_c_strides(shape)):
-        index = at // stride % shape[dim]
-        faster = [shape[other] for other in order[order.index(dim) + 1 :]]
-        place += index * math.prod(faster)
-    return place
-
-
-def _c_strides(shape: tuple[int, ...]) -> list[int]:
-    strides = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return strides
-
-
-def in_file_order(order: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether memory order is that of the file; dimensions of size 1 decide nothing."""
-    wide = [dim for dim in order if shape[dim] != 1]
-    return wide == sorted(wide)

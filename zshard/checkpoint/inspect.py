@@ -14,10 +14,10 @@ from ..errors import CheckpointError
 from ..layout import Range
 from . import catalogue
 from .held import Sink
-from .loading import fill
 from .manifest import Json, Manifest, Stored
 from .manifest_reading import check_files, read_manifest
 from .paths import absolute
+from .reader import fill
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from ..wrap import schedule_of
 from . import catalogue
 from .held import HeldWhole
 from .inventory import inventory_of, set_extra_state
-from .loading import Match, fill, match_model
 from .manifest import Manifest
 from .manifest_reading import check_files, read_manifest
-from .optimizer_restore import OptimizerMatch, match_optimizer
+from .match import Match, match_model
+from .optimizer_match import OptimizerMatch, match_optimizer
 from .paths import absolute, shown
 from .peers import Peers
+from .reader import fill
 from .rng import NBYTES, set_random_state
 from .save import begin, require_flags
 

@@ -23,7 +23,7 @@ from .optimizer_state import optimizer_inventory
 from .paths import shown
 from .peers import Background, Peers
 from .rng import random_state
-from .saving import Contents, Job, agree_on, contents_of_model
+from .writer import Contents, Writer, agree_on, contents_of_model
 
 _PENDING: WeakKeyDictionary[Schedule, SaveHandle] = WeakKeyDictionary()
 os.register_at_fork(after_in_child=_PENDING.clear)  # those go on in the parent
@@ -39,15 +39,15 @@ class SaveHandle:
         told: whether ``wait`` has told of the end.
     """
 
-    def __init__(self, job: Job, future: Future[None]) -> None:
-        self._job, self._future = job, future
+    def __init__(self, writer: Writer, future: Future[None]) -> None:
+        self._writer, self._future = writer, future
         self.told = False
-        self.path, self.total_bytes = job.target, job.total_bytes
+        self.path, self.total_bytes = writer.target, writer.total_bytes
 
     @property
     def written_bytes(self) -> int:
         """Bytes that this rank has written so far."""
-        return self._job.written_bytes
+        return self._writer.written_bytes
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -172,20 +172,20 @@ def save(
     with schedule.comm.awaited(peers.what, but=(Exception,)):
         contents = agree_on(peers, take)
         if not asynchronous:
-            Job(peers, contents).run()
+            Writer(peers, contents).run()
             return None
         # Only its thread meets others on its group: another model's save may be under way.
         background = Background(schedule.comm, what)
-        job = Job(background, contents)
-        peers.gather(job.take_snapshot)
-        handle = _PENDING[schedule] = SaveHandle(job, background.thread.submit(_run, job))
+        writer = Writer(background, contents)
+        peers.gather(writer.take_snapshot)
+        handle = _PENDING[schedule] = SaveHandle(writer, background.thread.submit(_run, writer))
         return handle
 
 
-def _run(job: Job) -> None:
+def _run(writer: Writer) -> None:
     """Run in the background; a failure is told at once, as nobody may ever ask for it."""
     try:
-        job.run()
+        writer.run()
     except Exception as error:
         logging.getLogger("zshard").error("the asynchronous save failed: %s", error)
         raise

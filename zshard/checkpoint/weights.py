@@ -18,14 +18,15 @@ from ..wrap import schedule_of
 from .held import Source
 from .inventory import inventory_of
 from .load import Loaded, change
-from .loading import Match, compare_copies, fill, match_model
 from .manifest import Stored
+from .match import Match, match_model
 from .paths import absolute, shown
 from .peers import Peers
+from .reader import compare_copies, fill
 from .save import begin, require_flags
-from .saving import Contents, Job, agree_on, contents_of_model
 from .tensorfile import CODES
 from .weight_files import WeightFiles, find_weights
+from .writer import Contents, Writer, agree_on, contents_of_model
 
 
 def load_weights(
@@ -156,7 +157,7 @@ def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None)
         return replace(contents, tensors=tensors, exported=True, texts=_configs(model, dtype))
 
     with schedule.comm.awaited(peers.what, but=(Exception,)):
-        Job(peers, agree_on(peers, take)).run()
+        Writer(peers, agree_on(peers, take)).run()
 
 
 class _Cast(Source):

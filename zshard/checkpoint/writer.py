@@ -26,9 +26,8 @@ from ..errors import CheckpointError, MismatchError
 from ..schedule import Schedule
 from . import catalogue, files
 from .files import File
-from .held import Snapshot, Source, in_file_order, positions
+from .held import Snapshot, Source
 from .inventory import Inventory, inventory_of
-from .loading import runs
 from .manifest import (
     CHUNK_BYTES,
     MAX_NBYTES,
@@ -42,6 +41,7 @@ from .manifest import (
     checksum,
     seed_of,
 )
+from .memory_order import file_positions, in_file_order, runs
 from .paths import absolute
 from .peers import Peers
 from .tensorfile import CODES, SAVE, Planned, Slab, index_of, plan_files
@@ -137,7 +137,7 @@ class Task(NamedTuple):
     held: Source
 
 
-class Job:
+class Writer:
     """One save on one rank; see [Note: the stages of a save].
 
     Attributes:
@@ -306,7 +306,7 @@ class Job:
 def _scatter(file: File, task: Task, values: torch.Tensor, begin: int, end: int) -> None:
     """Write elements whose memory order is not the file's, in runs that are contiguous there."""
     itemsize = values.element_size()
-    at, order = positions(task.slab.shape, task.held.order, begin, end).sort()
+    at, order = file_positions(task.slab.shape, task.held.order, begin, end).sort()
     data = bytes_of(values := values[order])
     for start, stop in runs(at):
         offset = task.slab.offset + int(at[start]) * itemsize

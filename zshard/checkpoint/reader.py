@@ -1,11 +1,10 @@
-"""How tensors of a checkpoint get into what a rank holds."""
+"""How a rank reads tensors of a checkpoint: chunk by chunk, each against its checksum."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -13,103 +12,9 @@ import torch
 from ..digest import bytes_of
 from ..errors import CheckpointError
 from .files import File
-from .held import Sink, in_file_order, places, positions
-from .inventory import Inventory
+from .held import Sink
 from .manifest import Chunk, Stored, checksum
-
-
-@dataclass
-class Match:
-    """What of a checkpoint goes where, and what does not fit.
-
-    Attributes:
-        pairs: of a stored tensor, by the name to be told, and where it goes.
-        problems: what can never be loaded, such as another shape.
-        copies: stored tensors that are one in the model, by name; the first of them is loaded.
-    """
-
-    pairs: list[tuple[str, Stored, Sink]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    copies: list[dict[str, Stored]] = field(default_factory=list)
-
-    def add(self, name: str, stored: Stored, held: Sink, *, cast: bool = False) -> None:
-        """Note that ``stored`` goes to ``held``, if it fits."""
-        if held.obstacle:
-            self.problems.append(f"{name}: {held.obstacle}")
-        elif tuple(stored.shape) != tuple(held.shape):
-            shapes = f"of shape {stored.shape}, and {tuple(held.shape)} in the model"
-            self.problems.append(f"{name}: {shapes}")
-        elif stored.torch_dtype != held.dtype and not cast:
-            dtypes = f"of {stored.torch_dtype}, and {held.dtype} in the model"
-            self.problems.append(f"{name}: {dtypes}")
-        else:
-            self.pairs.append((name, stored, held))
-
-    def refuse(self, where: str, *, strict: bool, has_values: bool) -> None:
-        """Refuse what does not fit.
-
-        Args:
-            has_values: whether what is missing may stay as it is.
-
-        Raises:
-            CheckpointError: listing all of it.
-        """
-        lines = list(self.problems)
-        if strict or not has_values:
-            lines += [f"{name}: missing there" for name in self.missing]
-        if strict:
-            lines += [f"{name}: not in the model" for name in self.unexpected]
-        if lines:
-            helps = strict and (self.missing or self.unexpected)
-            remedy = " (strict=False allows what is missing or unexpected)" if helps else ""
-            raise CheckpointError(
-                f"{where} does not fit the model, and nothing was loaded{remedy}:\n  "
-                + "\n  ".join(lines)
-            )
-
-
-def match_model(
-    stored: Mapping[str, Stored],
-    masters: Mapping[str, Stored],
-    aliases: Mapping[str, str],
-    inventory: Inventory,
-    *,
-    cast: bool = False,
-) -> Match:
-    """Find the place of every stored tensor of the model.
-
-    Args:
-        stored: by name; masters: likewise, in the dtypes of the masters.
-        aliases: of the stored tensors: other name -> name.
-        cast: take floating-point tensors of another dtype than the model's too.
-    """
-    match = Match()
-    used: set[str] = set()
-    for name, held in (inventory.parameters | inventory.buffers).items():
-        keys = [aliases.get(each, each) for each in inventory.names_of(name)]
-        there = [key for key in dict.fromkeys(keys) if key in stored]
-        used.update(there)
-        if not there:
-            match.missing.append(name)
-            continue
-        if len(there) > 1 and cast:
-            match.copies.append({each: stored[each] for each in there})
-        elif len(there) > 1:
-            match.problems.append(
-                f"{name}: one tensor in the model, and several there: {sorted(there)}"
-            )
-        key, master = there[0], inventory.masters.get(name)
-        of_master = masters.get(key)
-        same_dtype = stored[key].torch_dtype == held.dtype
-        if master is not None and of_master is not None and same_dtype:
-            match.add(name, of_master, master)
-        else:
-            floating = stored[key].torch_dtype.is_floating_point and held.dtype.is_floating_point
-            match.add(name, stored[key], held, cast=cast and floating)
-    match.unexpected += [name for name in stored if name not in used]
-    return match
+from .memory_order import file_positions, in_file_order, memory_positions, runs
 
 
 def compare_copies(
@@ -213,7 +118,7 @@ class _Reader:
         if self._straight:
             self._file.read(data, offset + begin * self._itemsize)
         else:
-            at, order = positions(self._stored.shape, self._stored.order, begin, end).sort()
+            at, order = file_positions(self._stored.shape, self._stored.order, begin, end).sort()
             gathered = torch.empty_like(values)
             for start, stop in runs(at):
                 part = bytes_of(gathered[start:stop])
@@ -228,14 +133,7 @@ class _Reader:
     def _pick(self, first: int, values: torch.Tensor, held: Sink) -> None:
         """Store those of ``values`` that are here, though memory is in another order there."""
         stored = self._stored
-        at = positions(stored.shape, stored.order, first, first + values.numel())
-        place = places(tuple(held.shape), held.order, at)
+        at = file_positions(stored.shape, stored.order, first, first + values.numel())
+        place = memory_positions(tuple(held.shape), held.order, at)
         here = (place >= held.here.begin) & (place < held.here.end)
         held.scatter(place[here], values[here])
-
-
-def runs(at: torch.Tensor) -> list[tuple[int, int]]:
-    """The ranges of ``at`` (ascending) in which each number is one more than that before."""
-    breaks = [int(i) + 1 for i in (at.diff() != 1).nonzero()]
-    bounds = [0, *breaks, at.numel()]
-    return [(a, b) for a, b in pairwise(bounds) if a < b]

@@ -1,4 +1,4 @@
-"""How an optimizer gets its states back from a checkpoint."""
+"""Which states of a checkpoint go where in an optimizer, and how it gets them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..errors import OptimizerError
 from ..optimizers.fused import FusedOptimizer
 from ..param import Sharded
 from .inventory import Inventory
-from .loading import Match
 from .manifest import Json, Manifest
+from .match import Match
 from .optimizer_state import (
     COMMON,
     common_state,
@@ -22,8 +22,6 @@ from .optimizer_state import (
     parameters_of,
     scalar_of,
 )
-
-State = dict[str, Any]
 
 
 @dataclass
@@ -38,8 +36,8 @@ class OptimizerMatch:
 
     optimizer: Optimizer
     match: Match
-    states: dict[torch.Tensor, State] = field(default_factory=dict)
-    common: State | None = None
+    states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    common: dict[str, Any] | None = None
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def finish(self) -> None:
@@ -127,7 +125,7 @@ def _state(
     name: str,
     key: str,
     match: Match,
-) -> State:
+) -> dict[str, Any]:
     """The state of one parameter, of which tensors are to be filled yet."""
     assert saved.optimizer is not None
     entries = saved.optimizer.state[key]
@@ -139,7 +137,7 @@ def _state(
             f"{sorted(own)} now"
         )
         return {}
-    state: State = {}
+    state: dict[str, Any] = {}
     for state_name, entry in entries.items():
         label = f"the optimizer's state {state_name!r} of {name}"
         before = own[state_name] if own else None
