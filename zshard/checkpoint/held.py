@@ -71,40 +71,28 @@ class Held(Source, Sink):
 
 
 class HeldMaster(Held):
-    """A sharded parameter, by its master; in the parameter's own dtype, or in the master's."""
+    """A sharded parameter, by its master; stored in its own dtype, or in the master's."""
 
-    def __init__(self, flat: Flat, segment: int, mine: Range, *, as_master: bool) -> None:
+    def __init__(self, flat: Flat, segment: int, mine: Range, dtype: torch.dtype) -> None:
         place, local = flat.layout.segments[segment], flat.local(segment)
-        dtype = flat.dtypes.master if as_master else flat.dtypes.param
         super().__init__(place.shape, dtype, place.order, local.elements, mine)
-        self._flat, self._shift = flat, local.begin - local.skip  # from the segment to the master
+        self._master, self._shift = flat.master, local.begin - local.skip  # from the segment to it
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Of the master, in the dtype that is stored."""
-        values = self._flat.master.read(begin + self._shift, end + self._shift)
-        return values.to(self.dtype)
+        return self._master.read(begin + self._shift, end + self._shift).to(self.dtype)
 
     def store(self, begin: int, values: torch.Tensor) -> None:
         """Round to the dtype that is stored, as the plain parameter would be."""
-        master = self._flat.master
-        begin, values = begin + self._shift, values.to(self.dtype)
-        if master.values is None:
-            master.store(begin, values.to(self._flat.device, torch.float32))
-        else:
-            master.values[begin : begin + values.numel()].copy_(values)
+        self._master.store(begin + self._shift, values.to(self.dtype))
 
     def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
         """Round to the dtype that is stored."""
-        master, device = self._flat.master, self._flat.device
-        at, values = (at + self._shift).to(device), values.to(self.dtype).to(device)
-        if master.values is None:
-            master.scatter(at, values.float())
-        else:
-            master.values[at] = values.to(master.values.dtype)
+        self._master.scatter(at + self._shift, values.to(self.dtype))
 
     def memory(self) -> torch.Tensor | None:
         """The master itself, where it is of the dtype that is stored."""
-        values = self._flat.master.values
+        values = self._master.values
         if values is None or not values.is_cpu or values.dtype != self.dtype:
             return None
         return values[self.here.begin + self._shift : self.here.end + self._shift]

@@ -74,9 +74,9 @@ def inventory_of(schedule: Schedule) -> Inventory:
             found.parameters[name] = found.ignored[name] = _held(name, param, first)
             continue
         flat, mine = param.flat, saved_range(param.flat, param.segment)
-        found.parameters[name] = HeldMaster(flat, param.segment, mine, as_master=False)
+        found.parameters[name] = HeldMaster(flat, param.segment, mine, flat.dtypes.param)
         if flat.dtypes.param != flat.dtypes.master:
-            found.masters[name] = HeldMaster(flat, param.segment, mine, as_master=True)
+            found.masters[name] = HeldMaster(flat, param.segment, mine, flat.dtypes.master)
     seen: dict[int, str] = {}
     modules = schedule.model.named_modules(remove_duplicate=False)
     for name, buffer in persistent_buffers(modules):

@@ -65,17 +65,29 @@ class Master:
         return joined
 
     def store(self, begin: int, value: torch.Tensor) -> None:
-        """Make ``value`` the elements from ``begin`` on of a split master."""
-        assert self.low is not None
+        """Make ``value`` (1-D, of any dtype and device) the elements from ``begin`` on."""
         part = slice(begin, begin + value.numel())
-        ops.split_master_(self.send[part], self.low[part], value)
-
-    def scatter(self, at: torch.Tensor, values: torch.Tensor) -> None:
-        """Make ``values`` (1-D fp32) the elements ``at`` (1-D int64) of a split master."""
+        if self.values is not None:
+            self.values[part].copy_(value)
+            return
         assert self.low is not None
-        send, low = (torch.empty_like(values, dtype=each.dtype) for each in (self.send, self.low))
-        ops.split_master_(send, low, values)
+        ops.split_master_(self.send[part], self.low[part], self._exact(value))
+
+    def scatter(self, at: torch.Tensor, value: torch.Tensor) -> None:
+        """Make ``value`` (1-D, of any dtype and device) the elements ``at`` (1-D int64)."""
+        at, value = at.to(self.send.device), self._exact(value)
+        if self.values is not None:
+            self.values[at] = value
+            return
+        assert self.low is not None
+        send, low = (torch.empty_like(value, dtype=each.dtype) for each in (self.send, self.low))
+        ops.split_master_(send, low, value)
         self.send[at], self.low[at] = send, low
+
+    def _exact(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` in the master's dtype, beside it."""
+        dtype = torch.float32 if self.values is None else self.values.dtype
+        return value.to(self.send.device, dtype)
 
     def refresh(self) -> None:
         """Bring the copy up to date after something other than an optimizer op wrote the values."""
