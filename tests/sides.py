@@ -86,8 +86,7 @@ def differs(held: Tensor, value: Tensor) -> bool:
     if not isinstance(held, Sharded):
         return not torch.equal(held, value.to(held.dtype))
     segment = held.flat.layout.segments[held.segment]
-    _, _, skip = held.flat.local(held.segment)
-    own = value.permute(segment.order).reshape(-1)[skip : skip + held._numel()]
+    own = held.flat.local(held.segment).elements.of(value.permute(segment.order).reshape(-1))
     return not torch.equal(held.local, own.to(held.local.dtype))
 
 

@@ -49,8 +49,7 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
     """This rank's slices of the masters, in fp32."""
     found = {}
     for param in model.parameters():
-        begin, end, _ = param.flat.local(param.segment)
-        found[param.fqn] = param.flat.master.read(begin, end).clone()
+        found[param.fqn] = param.flat.master.read(*param.flat.local(param.segment).at).clone()
     return found
 
 

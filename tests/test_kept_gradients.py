@@ -36,8 +36,7 @@ def values(tensors: list[Tensor]) -> list[list[float]]:
 
 def slice_of(grad: Tensor, whole: Tensor) -> Tensor:
     """What this rank holds of ``whole``, a gradient like ``grad``."""
-    begin, end, skip = grad.flat.local(grad.segment)
-    return whole.reshape(-1)[skip : skip + end - begin]
+    return grad.flat.local(grad.segment).elements.of(whole.reshape(-1))
 
 
 def keep_across_steps(rank: int, world_size: int, strategy: str, precision: str) -> list[str]:

@@ -65,16 +65,10 @@ class Range(NamedTuple):
 
 
 class Local(NamedTuple):
-    """The part of a segment that lies in a range of the flat buffer, in elements."""
+    """The part of a segment that lies in a range of the flat buffer, counted in two ways."""
 
-    begin: int  # in the range
-    end: int
-    skip: int  # elements of the segment that lie before the range
-
-    @property
-    def elements(self) -> Range:
-        """The part, counted from the segment's first element."""
-        return Range(self.skip, self.skip + self.end - self.begin)
+    at: Range  # from the first element of that range
+    elements: Range  # from the first element of the segment
 
 
 @dataclass(frozen=True)
@@ -121,12 +115,13 @@ class Layout:
         return Range(replica * size, (replica + 1) * size)
 
     def local(self, index: int, within: Range) -> Local:
-        """The part of segment ``index`` inside ``within``; empty where begin == end."""
+        """The part of segment ``index`` inside ``within``, perhaps empty."""
         segment = self.segments[index]
         begin = min(max(segment.offset, within.begin), within.end)
         end = min(max(segment.offset + segment.numel, begin), within.end)
         skip = min(max(begin - segment.offset, 0), segment.numel)
-        return Local(begin - within.begin, end - within.begin, skip)
+        at = Range(begin - within.begin, end - within.begin)
+        return Local(at, Range(skip, skip + at.numel))
 
 
 def memory_order(stride: Sequence[int]) -> tuple[int, ...]:

@@ -80,8 +80,7 @@ class Sharded(torch.Tensor):
     def local(self) -> torch.Tensor:
         """1-D, this rank's slice in the flat buffer's memory order; a copy of a split master's."""
         if self._local is None:
-            begin, end, _ = self.flat.local(self.segment)
-            return self.flat.master.read(begin, end)
+            return self.flat.master.read(*self.flat.local(self.segment).at)
         return self._local
 
     @property

@@ -167,10 +167,10 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
     for param in params:
         flat = param.flat
         # Of this rank's shard, also where it has more: the terms are the same for every strategy.
-        begin, end, _ = flat.layout.local(param.segment, flat.shard)
-        if has_grad(param) and begin < end:
+        part = flat.layout.local(param.segment, flat.shard).at
+        if has_grad(param) and part.numel > 0:
             # Not param.grad, which would apply the pending factor to all gradients.
-            grad = flat.grads.shard()[begin:end]
+            grad = part.of(flat.grads.shard())
             if p == 2.0:
                 stats = torch.empty(2, dtype=torch.float64, device=grad.device)
                 ops.reduce_(grad, grad[None], stats=stats)

@@ -288,8 +288,7 @@ def _take_back(flat: Flat, whole: list[nn.Parameter]) -> None:
         for index, (param, value) in enumerate(zip(flat.params, whole, strict=True)):
             given = own_slice(param, value).to(flat.device)
             if not exact and given.dtype == flat.dtypes.param:
-                begin, end, _ = flat.local(index)
-                master = flat.master.read(begin, end)
+                master = flat.master.read(*flat.local(index).at)
                 bits = torch.int16  # so that a NaN, too, is what it was
                 before = master.to(given.dtype)
                 left = given.contiguous().view(bits) == before.view(bits)

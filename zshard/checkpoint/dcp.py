@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from .. import ops
 from ..errors import StateError
+from ..layout import Range
 from ..param import Sharded
 from ..transports.simulated import require_real
 from ..units.storage import storage_of
@@ -70,19 +71,16 @@ def chunks_to_read(sharded: Sharded) -> list[ChunkStorageMetadata]:
 def box_at(sharded: Sharded, index: MetadataIndex) -> torch.Tensor:
     """The memory of the box that ``index`` names, in its shape, to read or to fill."""
     flat = sharded.flat
-    begin, _, skip = flat.local(sharded.segment)
-    segment = flat.layout.segments[sharded.segment]
+    local, segment = flat.local(sharded.segment), flat.layout.segments[sharded.segment]
     for box in (box for boxes in _parts(sharded) for box in boxes):
         if box.offsets == index.offset:
-            at = box.begin - skip
+            begin = box.begin - local.elements.begin
+            part = Range(begin, begin + box.numel)
             if sharded._local is not None or box.numel == 0:
-                return box.view_of(segment, sharded.local[at : at + box.numel])
+                return box.view_of(segment, part.of(sharded.local))
             assert flat.master.low is not None
-            planes = (
-                plane[begin + at : begin + at + box.numel]
-                for plane in (flat.master.send, flat.master.low)
-            )
-            return Planes(*(box.view_of(segment, plane) for plane in planes))
+            planes = (local.at.of(plane) for plane in (flat.master.send, flat.master.low))
+            return Planes(*(box.view_of(segment, part.of(plane)) for plane in planes))
     raise StateError(f"{sharded.fqn}: this rank holds no part that begins at {index.offset}")
 
 

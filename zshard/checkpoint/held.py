@@ -76,7 +76,7 @@ class HeldMaster(Held):
     def __init__(self, flat: Flat, segment: int, mine: Range, dtype: torch.dtype) -> None:
         place, local = flat.layout.segments[segment], flat.local(segment)
         super().__init__(place.shape, dtype, place.order, local.elements, mine)
-        self._master, self._shift = flat.master, local.begin - local.skip  # from the segment to it
+        self._master, self._shift = flat.master, local.at.begin - local.elements.begin
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Of the master, in the dtype that is stored."""

@@ -92,14 +92,14 @@ class Batch:
         """
         everything = len(members) == len(flat.params)
         for run in _runs(members):
-            part = Range(flat.local(run[0]).begin, flat.local(run[-1]).end)
+            part = Range(flat.local(run[0]).at.begin, flat.local(run[-1]).at.end)
             shard = Shard(flat, Range(0, flat.owned.numel) if everything else part)
             split = flat.master.low is not None
             self._append(shard, shard.of(flat.master.send if split else flat.master.read()))
             if flat.master.low is not None:
                 self.lows.append(shard.of(flat.master.low))
             for segment in run:
-                begin, end, _ = flat.local(segment)
+                begin, end = flat.local(segment).at
                 self._add_row(*members[segment], begin - shard.part.begin, end - shard.part.begin)
 
     def add_plain(self, param: torch.Tensor, group: int) -> None:

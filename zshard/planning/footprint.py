@@ -73,7 +73,7 @@ class FlatPlan(NamedTuple):
         layout, dtypes = self.layout, self.dtypes
         last = layout.shard(layout.world_size - 1)
         owned = layout.whole if self.strategy.replicated else last
-        used = sum(part.end - part.begin for part in self._locals(owned))
+        used = sum(local.at.numel for local in self._locals(owned))
         copy = layout.whole if self.resident else owned
         beside = dtypes.master.itemsize  # the fp32 values
         if dtypes.split:

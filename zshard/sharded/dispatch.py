@@ -216,11 +216,11 @@ def _refuse_split(op: Operator, changed: list[Sharded]) -> None:
 
 
 def _copy_into_split(target: Sharded, source: object) -> None:
-    begin, end, _ = target.flat.local(target.segment)
-    value = torch.empty(end - begin, dtype=torch.float32, device=target.device)
+    at = target.flat.local(target.segment).at
+    value = torch.empty(at.numel, dtype=torch.float32, device=target.device)
     value.copy_(source.local if isinstance(source, Sharded) else source)  # type: ignore[arg-type]
     target.flat.before_write()
-    target.flat.master.store(begin, value)
+    target.flat.master.store(at.begin, value)
     target.flat.updated(send_written=True)
 
 

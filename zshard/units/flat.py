@@ -76,8 +76,8 @@ class Flat:
         self.grads = Gradients(self)
         self.aliases = Aliases(len(params))  # of parameters
         self.params = [
-            Sharded(None if dtypes.split else self.master.read(a, b), self, i, is_param=True)
-            for i, (a, b, _) in enumerate(self._locals)
+            Sharded(None if dtypes.split else self.master.read(*at), self, i, is_param=True)
+            for i, (at, _) in enumerate(self._locals)
         ]
         self.full = FullBuffer(self)
 
@@ -102,7 +102,7 @@ class Flat:
                 self.layout.segments, params, self._locals, strict=True
             )
         ]
-        ops.pack_(initial, pieces, [begin for begin, _, _ in self._locals])
+        ops.pack_(initial, pieces, [local.at.begin for local in self._locals])
         return Master(initial, send, dtypes)
 
     def move(self) -> None:
@@ -115,8 +115,8 @@ class Flat:
             self.master.move(self.owned.of(moved))
         self.sent = self.master.send.view(torch.uint8)
         if self.master.values is self.master.send:
-            for param, (begin, end, _) in zip(self.params, self._locals, strict=True):
-                param._local = self.master.read(begin, end)
+            for param, local in zip(self.params, self._locals, strict=True):
+                param._local = self.master.read(*local.at)
 
     def let_go(self) -> None:
         """Free the memory at once, whoever still refers to this; it is of no more use."""
@@ -141,7 +141,7 @@ class Flat:
     @property
     def padding(self) -> int:
         """Elements of the owned range that belong to no parameter."""
-        return self.owned.numel - sum(end - begin for begin, end, _ in self._locals)
+        return self.owned.numel - sum(local.at.numel for local in self._locals)
 
     def local(self, index: int) -> Local:
         """Where segment ``index`` lies in the owned range."""

@@ -54,9 +54,9 @@ class GradObjects:
 
     def make(self, index: int, owned: torch.Tensor) -> ShardedGrad:
         """A new one; ``owned`` (O,) has the values."""
-        begin, end, _ = self._flat.local(index)
+        local = self._flat.local(index).at.of(owned)
         with torch.inference_mode(False):  # it outlives what it was asked for in
-            made = self._objects[index] = ShardedGrad(owned[begin:end], self._flat, index)
+            made = self._objects[index] = ShardedGrad(local, self._flat, index)
         return made
 
     def alias(self, of: ShardedGrad) -> ShardedGrad:

@@ -129,8 +129,7 @@ class Gradients:
             self.present[index] = False
             return
         if value is not self.objects.get(index):
-            begin, end, _ = flat.local(index)
-            Sharded(self.owned()[begin:end], flat, index).copy_(value)
+            Sharded(flat.local(index).at.of(self.owned()), flat, index).copy_(value)
         self.present[index] = True
 
     def _leave(self, index: int) -> None:
@@ -314,7 +313,7 @@ class Gradients:
         # and the padding, which a NaN clip factor makes NaN.
         grad, filled = self.owned(), 0
         for index, present in enumerate(self.present):
-            begin, end, _ = self._flat.local(index)
+            begin, end = self._flat.local(index).at
             if present and begin < end:
                 if filled < begin:
                     grad[filled:begin].zero_()
