@@ -248,16 +248,9 @@ def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
 
 
 def gathered(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-    """The full buffer (N * S,) that ``owned`` (O,) is this rank's part of, or all of: then itself.
-
-    A collective, to come after ``Schedule.begin_call``.
-    """
-    if not flat.needs_gather:
-        return owned
-    full = torch.empty(flat.layout.numel, dtype=owned.dtype, device=owned.device)
+    """As ``Flat.gathered``, after ``Schedule.begin_call``."""
     tag = Tag(schedule.executor.step, "gather", flat.unit.label)
-    schedule.comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
-    return full
+    return flat.gathered(owned, schedule.comm, tag)
 
 
 def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:

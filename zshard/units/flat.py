@@ -14,6 +14,7 @@ from ..layout import Layout, Local
 from ..param import Sharded
 from ..precision import Dtypes
 from ..strategy import Strategy
+from ..tag import Tag
 from .full_buffer import FullBuffer
 from .grad_objects import Aliases
 from .gradient import Gradients
@@ -146,6 +147,18 @@ class Flat:
     def local(self, index: int) -> Local:
         """Where segment ``index`` lies in the owned range."""
         return self._locals[index]
+
+    def gathered(self, owned: torch.Tensor, comm: Comm, tag: Tag) -> torch.Tensor:
+        """The full buffer (N * S,) that ``owned`` (O,) is this rank's part of, in its dtype.
+
+        In fresh memory, for reads outside of a step; steps have ``Unit.gather``. A collective,
+        except where every rank owns all: then it is ``owned`` itself.
+        """
+        if not self.needs_gather:
+            return owned
+        full = torch.empty(self.layout.numel, dtype=owned.dtype, device=owned.device)
+        comm.all_gather(full.view(torch.uint8), owned.view(torch.uint8), tag).wait()
+        return full
 
     # --- trained or frozen -----------------------------------------------------------------------
 

@@ -169,12 +169,8 @@ class Sharder:
 
     def _fill(self, flat: Flat, parts: Sequence[_Part]) -> None:
         """Give the former contents of a flat buffer's parameters their values again."""
-        whole = flat.master.read()
-        if flat.needs_gather:
-            shard = whole.view(torch.uint8)
-            whole = torch.empty(flat.layout.numel, dtype=whole.dtype, device=self._device)
-            tag = Tag(None, "wrap", about=flat.names[0])
-            self._comm.all_gather(whole.view(torch.uint8), shard, tag).wait()
+        tag = Tag(None, "wrap", about=flat.names[0])
+        whole = flat.gathered(flat.master.read(), self._comm, tag)
         for segment, (owned, former) in zip(flat.layout.segments, parts, strict=True):
             if id(owned.param) not in self._meta:
                 value = segment.view_of(whole).to(former.dtype)
