@@ -15,7 +15,7 @@ from .executor import Executor
 from .meeting import Intent, Message, meetings_of, refuse, refuse_trained, trained_names
 from .outcome import Ending
 from .prefetched import Prefetched
-from .program import Key, Op, Programs, Run, Turn, leads_to
+from .program import Key, Op, Pass, Programs, Turn, leads_to
 from .updates import NOTHING, Tally
 
 
@@ -45,7 +45,7 @@ class Agreement:
         self.prefetched, self._drop_backward = Prefetched(executor, prefetch), drop_backward
         self.before_meeting: Callable[[], None] = lambda: None  # the backward's
         self._names = ""  # of all that is trained, once a backward has asked
-        self._programs, self._run = Programs(), Run()
+        self._programs, self._pass = Programs(), Pass()
         self._backward: Key = ()  # of the last one
         self._loose = False  # whether ranks have left a program, and meet at passes' ends as well
         self._meetings = meetings_of(comm)
@@ -94,7 +94,7 @@ class Agreement:
             buffers=int(buffers),
         )
         messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
-        if self._run.to_be_learned:
+        if self._pass.to_be_learned:
             self._learn()
         if intent.same_about and len({message.about for message in messages}) > 1:
             self.forgo_learning()
@@ -105,7 +105,7 @@ class Agreement:
         if reduces:
             self._backward = key
         program = self._programs.of(key) if gathers else None
-        self._run = Run(
+        self._pass = Pass(
             key,
             program,
             trained,
@@ -123,39 +123,39 @@ class Agreement:
     @awaited("the end of a pass")
     def finish(self) -> None:
         """End a pass: take part in what is left of the program, and meet where that is due."""
-        if not self._run.paused:  # else it was left by an exception where it had ended already
+        if not self._pass.paused:  # else it was left by an exception where it had ended already
             self._finish_part()
         self._meetings.leave_forward(self)
         self._meetings.go_on(self)
 
     def pause(self) -> None:
         """Cut a forward, for another model's pass to begin inside of it."""
-        if not self._run.paused:
+        if not self._pass.paused:
             self._finish_part()
-            self._run.paused = True
+            self._pass.paused = True
 
     def go_on(self) -> None:
         """Begin the part of a forward behind the cut, if it was cut."""
-        if self._run.paused:
-            cut = self._run
+        if self._pass.paused:
+            cut = self._pass
             cuts, needed = cut.cuts + 1, cut.needed_before + cut.needed
             self.begin(Intent.GO_ON, f"{cuts};{self._executor.gathered}", "the rest of a forward")
-            self._run.cuts, self._run.needed_before = cuts, needed
+            self._pass.cuts, self._pass.needed_before = cuts, needed
 
     def _finish_part(self) -> None:
         self._take_part_in_the_rest()
-        run = self._run
+        current = self._pass
         # A backward that reduces has its own way to learn that a rank has left the program.
-        if run.meets_at_end and not (run.reduces and run.follows):
+        if current.meets_at_end and not (current.reduces and current.follows):
             self._meet(Message(self.number, Intent.END), "the end of a forward or backward")
-            for unit in run.trained:
-                if unit not in run.reduced:
+            for unit in current.trained:
+                if unit not in current.reduced:
                     self._reduce(unit)
-            if run.to_be_learned:
+            if current.to_be_learned:
                 self._learn()
-        elif not run.reduces and run.key[:1] != (Intent.RENEW,):
+        elif not current.reduces and current.key[:1] != (Intent.RENEW,):
             self._meetings.open = True
-        run.end()
+        current.end()
 
     @awaited("the meeting before a change")
     def meet_before_change(self) -> None:
@@ -169,8 +169,8 @@ class Agreement:
 
         One that has gone past its own part of the program would not be found there by the others.
         """
-        self._run.interrupted = True
-        if self._run.program is not None and not self._is_in_step:
+        self._pass.interrupted = True
+        if self._pass.program is not None and not self._is_in_step:
             self._take_part_in_the_rest()
 
     def go_beside(self, others: Sequence[Agreement]) -> None:
@@ -178,24 +178,24 @@ class Agreement:
         every = (self, *others)
         if others and not all(each._is_in_step for each in every):
             for each in every:
-                if each._run.program is not None:
-                    each._run.leave_program(range(self._comm.world_size))
-                    each._run.meets_at_end = True
+                if each._pass.program is not None:
+                    each._pass.leave_program(range(self._comm.world_size))
+                    each._pass.meets_at_end = True
 
     @property
     def _is_in_step(self) -> bool:
         # Whether every rank needs all of the program that this pass follows.
-        return self._run.program is not None and self._programs.is_alike(self._run.key)
+        return self._pass.program is not None and self._programs.is_alike(self._pass.key)
 
     def abort(self) -> None:
         """An exception leaves the pass; see [Note: after an exception] in backward.py."""
-        self._run.aborted = True
-        if self._run.key and Intent(self._run.key[0]).is_forward:
+        self._pass.aborted = True
+        if self._pass.key and Intent(self._pass.key[0]).is_forward:
             self._meetings.left = True
 
     def abandon(self) -> None:
         """Forget what is left of an aborted pass."""
-        self._run.abandon()
+        self._pass.abandon()
         self._meetings.leave_forward(self)
         self.prefetched.forget()
 
@@ -203,17 +203,17 @@ class Agreement:
         """Learn everything anew, as all ranks do."""
         self.abandon()
         self._programs.forget()
-        self._run.to_be_learned, self._loose = False, False
+        self._pass.to_be_learned, self._loose = False, False
 
     @property
     def may_be_last(self) -> bool:
         """Whether nothing is known to come after what this rank has needed."""
-        return self._run.next is None and not self.prefetched
+        return self._pass.next is None and not self.prefetched
 
     @property
     def needed(self) -> str:
         """What this rank has needed in this pass, as text."""
-        return " ".join(str(turn.unit) for turn in self._run.needed_before + self._run.needed)
+        return " ".join(str(turn.unit) for turn in self._pass.needed_before + self._pass.needed)
 
     def expect_other_ways(self) -> None:
         """From now on, have no backward like the last one follow a program."""
@@ -223,40 +223,40 @@ class Agreement:
     def need(self, unit: Unit) -> None:
         """Issue the gather of ``unit``, or take the one that was issued ahead."""
         turn = Turn(Op.GATHER, unit.index)
-        self._run.needed.append(turn)
+        self._pass.needed.append(turn)
         if self.prefetched.take(unit):
             return
         self.prefetched.discard()
         # What others reduce this rank has to, too, ready or not; alone, it has time.
-        peers, known = self._executor.has_peers, self._run.program is not None
-        if known and not leads_to(turn, self._run.rest, past_reductions=peers):
+        peers, known = self._executor.has_peers, self._pass.program is not None
+        if known and not leads_to(turn, self._pass.rest, past_reductions=peers):
             self._leave_program(unit)
-        if self._run.program is None:
+        if self._pass.program is None:
             mine = Message(self.number, Intent.GATHER, unit.index)
             self._meet(mine, f"a gather of unit {unit.label!r}")
             return
-        while self._run.next != turn:
+        while self._pass.next != turn:
             self._take_part()
-        self._run.take()
+        self._pass.take()
         self._executor.gather(unit)
         self._advance()
 
     @awaited("the gather of a unit")
     def look_ahead(self) -> None:
         """Start the next gathers, as many as may be under way beside the unit that computes."""
-        while (turn := self._run.next) is not None:
+        while (turn := self._pass.next) is not None:
             unit = self._units[turn.unit]
             if turn.op is Op.REDUCE or not self.prefetched.has_room(unit):
                 return
-            self._run.take()
+            self._pass.take()
             self.prefetched.gather(unit)
 
     @awaited("the reduction of a unit")
     def ready(self, unit: Unit) -> None:
         """Note that all gradients of ``unit`` are there on this rank."""
-        self._run.needed.append(Turn(Op.REDUCE, unit.index))
-        self._run.ready.add(unit.index)
-        if self._run.program is not None:
+        self._pass.needed.append(Turn(Op.REDUCE, unit.index))
+        self._pass.ready.add(unit.index)
+        if self._pass.program is not None:
             self._advance()  # no gather into its memory yet: a node may read a detached weight
             return
         label = f"the reduction of unit {unit.label!r}"
@@ -264,16 +264,16 @@ class Agreement:
 
     def has_reduced(self, unit: Unit) -> bool:
         """Whether ``unit`` was reduced in this pass."""
-        return unit.index in self._run.reduced
+        return unit.index in self._pass.reduced
 
     def _advance(self) -> None:
         """Reduce what the program has next, as far as it is ready."""
-        while (turn := self._run.next) and turn.op is Op.REDUCE and turn.unit in self._run.ready:
-            self._reduce(self._run.take().unit)
+        while (turn := self._pass.next) and turn.op is Op.REDUCE and turn.unit in self._pass.ready:
+            self._reduce(self._pass.take().unit)
 
     def _take_part(self) -> None:
         """Carry out a turn that comes before what this rank needs."""
-        op, index = self._run.take()
+        op, index = self._pass.take()
         if op is Op.REDUCE:
             self._reduce(index)  # what of the gradients is there; autograd has gone past
         else:
@@ -281,16 +281,16 @@ class Agreement:
 
     def _take_part_in_the_rest(self) -> None:
         self.prefetched.discard()
-        while self._run.next is not None:
+        while self._pass.next is not None:
             self._take_part()
 
     def _reduce(self, index: int) -> None:
-        self._run.reduced.add(index)
+        self._pass.reduced.add(index)
         self._executor.reduce(self._units[index])
 
     def _leave_program(self, unit: Unit) -> None:
-        run = self._run
-        if run.reduces and self._executor.has_peers:
+        current = self._pass
+        if current.reduces and self._executor.has_peers:
             # They are not to be met before they have reduced without this rank's gradients.
             self._drop_backward(Ending.STRAYED)
             raise StateError(
@@ -298,26 +298,26 @@ class Agreement:
                 "by another way than the one before. The step's gradients are dropped on every "
                 "rank. Repeat the step; from then on this way is expected."
             )
-        if not run.reduces:
+        if not current.reduces:
             self._take_part_in_the_rest()
-        run.leave_program([self._comm.world_rank])
+        current.leave_program([self._comm.world_rank])
 
     def _meet(self, mine: Message, label: str) -> list[Message]:
         return self._meetings.meet(self._comm, mine, label, self._executor.step)
 
     def serve(self, mine: Message, messages: Sequence[Message]) -> None:
         """Carry out what ranks ask for of this model in a meeting; see ``Meetings.meet``."""
-        run = self._run
-        run.to_be_learned = True
-        self._loose = self._loose or run.follows
+        current = self._pass
+        current.to_be_learned = True
+        self._loose = self._loose or current.follows
         own = [(rank, m) for rank, m in enumerate(messages) if m.model == self.number]
         for rank, message in own:
             if message.intent is Intent.READY:
-                run.ready_on.setdefault(message.unit, set()).add(rank)
+                current.ready_on.setdefault(message.unit, set()).add(rank)
         ended = {rank for rank, message in own if message.intent is Intent.END}
-        for index in run.trained:
-            ready = run.ready_on.get(index, set())
-            if index not in run.reduced and ready and len(ready | ended) == len(messages):
+        for index in current.trained:
+            ready = current.ready_on.get(index, set())
+            if index not in current.reduced and ready and len(ready | ended) == len(messages):
                 self._reduce(index)
         for index in dict.fromkeys(m.unit for _, m in own if m.intent is Intent.GATHER):
             unit = self._units[index]
@@ -329,19 +329,19 @@ class Agreement:
 
     def forgo_learning(self) -> None:
         """Learn nothing of the last pass; see ``meeting.forgo_learning``."""
-        self._run.to_be_learned = False
+        self._pass.to_be_learned = False
 
     def _learn(self) -> None:
         """Make the program of the pass that every rank has ended; none if one has aborted it."""
-        run = self._run
-        run.to_be_learned = False
-        needed = None if run.aborted else run.needed
+        current = self._pass
+        current.to_be_learned = False
+        needed = None if current.aborted else current.needed
         gathered = self._comm.all_gather_object(needed, Tag(None, "agree", about="program"))
         if None in gathered:
             return
-        self._programs.learn(run.key, gathered, run.trained, self._prefetch)  # type: ignore[arg-type]
-        if run.interrupted and not self._programs.is_alike(run.key):
-            self._programs.distrust(run.key)  # its rest would have to come before its own end
+        self._programs.learn(current.key, gathered, current.trained, self._prefetch)  # type: ignore[arg-type]
+        if current.interrupted and not self._programs.is_alike(current.key):
+            self._programs.distrust(current.key)  # its rest would have to come before its own end
 
     def forget_trained(self) -> None:
         """Parameters were frozen or unfrozen."""

@@ -73,7 +73,7 @@ _MOST = 64  # kept at a time: ranks that never repeat themselves would learn one
 
 
 @dataclass
-class Run:
+class Pass:
     """A pass under way, or the last one: what it follows, and what has come of it on this rank.
 
     Attributes:
