@@ -60,13 +60,13 @@ class Comm:
         transport: Transport,
         failure: Exception | None = None,
     ) -> None:
-        replicas, shards, members = groups_of(mesh)
+        replicas, shards, global_ranks = groups_of(mesh)
         self.shards = ranks_of(shards, device)  # the sharding group
         self.replicas = ranks_of(replicas, device)  # the ranks that hold the same shard (HSDP)
-        # What errors number the ranks by: torch.distributed's global ranks, by `world_rank`.
-        self.members = members
+        # torch.distributed's numbers of all ranks, by `world_rank`; errors name ranks by them.
+        self.global_ranks = global_ranks
         # The global ranks along both axes: models that have these in common meet each other.
-        self.ranks = self.shards.members, self.replicas.members
+        self.ranks = self.shards.global_ranks, self.replicas.global_ranks
         self.broken = False  # a collective has failed; those to come cannot be expected to work
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
@@ -80,7 +80,7 @@ class Comm:
         mine = Offer(asked, Refusal.of(failure), there.token if there else "")
         told = self.all_gather_object(mine, Tag(None, "wrap", about="arguments"))
         offers = cast("list[Offer]", told)
-        agree_on_transport(offers, members, failure)
+        agree_on_transport(offers, global_ranks, failure)
         first = self.replicas.rank * self.size  # of this replica's
         if share_memory(offers[first : first + self.size]):
             self.shards.neighbours = there
@@ -114,17 +114,17 @@ class Comm:
     @property
     def me(self) -> str:
         """What errors call this rank."""
-        place, number = self.world_rank, self.members[self.world_rank]
+        place, number = self.world_rank, self.global_ranks[self.world_rank]
         among = f"{place} of {self.world_size}"
         return f"rank {among}" if number == place else f"rank {number} ({among} in the mesh)"
 
     def name(self, place: int) -> str:
         """What errors call the rank whose ``world_rank`` is ``place``."""
-        return f"rank {self.members[place]}"
+        return f"rank {self.global_ranks[place]}"
 
     def names(self, places: Iterable[int]) -> str:
         """What errors call several ranks."""
-        return f"ranks {[self.members[place] for place in places]}"
+        return f"ranks {[self.global_ranks[place] for place in places]}"
 
     def empty(self, numel: int, dtype: torch.dtype, *, whole: bool = False) -> torch.Tensor:
         """(numel,): memory for what the shards' collectives take from this rank.

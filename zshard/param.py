@@ -179,7 +179,7 @@ class Sharded(torch.Tensor):
         if not self.flat.needs_gather:  # every rank has all
             return place.shape, place.stride
         first, begin = divmod(place.offset, size)
-        ranks = self.flat.schedule.comm.shards.members
+        ranks = self.flat.schedule.comm.shards.global_ranks
         return place.shape, place.stride, ranks, first, range(size - begin, place.numel, size)
 
     def is_shared(self) -> bool:

@@ -50,7 +50,7 @@ class Peers:
             "list[tuple[Refusal | None, T]]",
             self._all_gather((Refusal.of(failure, CheckpointError), result)),
         )
-        raise_together(failure, [refusal for refusal, _ in everyone], self.comm.members)
+        raise_together(failure, [refusal for refusal, _ in everyone], self.comm.global_ranks)
         return [each for _, each in everyone]
 
     def together(self, stage: Callable[[], T]) -> T:

@@ -54,7 +54,7 @@ def _whole(other: Sharded, like: Sharded, both: str) -> torch.Tensor:
     if not flat.needs_gather:
         return mine
     comm = schedule.comm
-    if like.flat.schedule.comm.shards.members != comm.shards.members:
+    if like.flat.schedule.comm.shards.global_ranks != comm.shards.global_ranks:
         raise ShardedAccessError(
             f"{both}: they are sharded over different ranks. Work on whole parameters inside "
             "zshard.full_params(model)."

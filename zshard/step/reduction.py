@@ -90,7 +90,7 @@ class Reducer:
         failure, told = attempt(self._pool.make_scratch, self._comm, tag)
         if told:
             self._pool.drop_scratch()  # some ranks may have made what others have not
-            raise_together(failure, told, self._comm.members)
+            raise_together(failure, told, self._comm.global_ranks)
 
     # --- one backward ----------------------------------------------------------------------------
 

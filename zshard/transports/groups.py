@@ -54,7 +54,7 @@ class Ranks:
 
     Attributes:
         group: the process group; None for a single rank.
-        size: number of ranks; members: their global numbers.
+        size: number of ranks; global_ranks: torch.distributed's numbers of them.
         rank: this rank's place among them.
         backend: its name, for ``device``.
         nccl: whether NCCL carries the collectives of ``device``, or would, if they are simulated.
@@ -72,7 +72,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
         self.size = dist.get_world_size(group) if group is not None else 1
-        self.members = () if group is None else tuple(dist.get_process_group_ranks(group))
+        self.global_ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group) if group is not None else 0
         self.backend = "" if group is None else _backend_name(group, device)
         self.nccl = self.backend == "nccl"
@@ -88,7 +88,7 @@ class Ranks:
 
     def name(self, rank: int) -> str:
         """What errors call ``rank`` of these."""
-        return f"rank {self.members[rank]}"
+        return f"rank {self.global_ranks[rank]}"
 
     @property
     def standing(self) -> Standing | None:

@@ -16,7 +16,7 @@ class Groups(NamedTuple):
 
     replicas: dist.ProcessGroup | None
     shards: dist.ProcessGroup | None
-    members: tuple[int, ...]  # the global ranks of all, replica by replica
+    global_ranks: tuple[int, ...]  # of all, replica by replica
 
 
 def _require_one_order(mesh: DeviceMesh) -> None:
@@ -68,5 +68,5 @@ def groups_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> Groups:
 
 
 def _sharded_over(group: dist.ProcessGroup | None) -> Groups:
-    members = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
-    return Groups(None, group, members)
+    global_ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+    return Groups(None, group, global_ranks)

@@ -72,21 +72,21 @@ def together(
     """
     made: list[T] = []
     failure, told = attempt(lambda: made.append(action()), comm, tag, other)
-    raise_together(failure, told, comm.members, at)
+    raise_together(failure, told, comm.global_ranks, at)
     return made[0]
 
 
 def raise_together(
     failure: Exception | None,
     everyone: Sequence[Refusal | None],
-    members: Sequence[int],
+    global_ranks: Sequence[int],
     at: str = "",
 ) -> None:
     """Raise if any rank has refused: this rank's own error, or one that names another rank.
 
     Args:
         failure: this rank's error.
-        everyone: what all ranks have told; members: their numbers; see ``Comm.members``.
+        everyone: what all ranks have told; global_ranks: see ``Comm``.
         at: what the rank could not do, where its error alone does not say so.
 
     Raises:
@@ -94,7 +94,7 @@ def raise_together(
     """
     if failure is not None:
         raise failure
-    for rank, refusal in zip(members, everyone, strict=False):  # [] if none has
+    for rank, refusal in zip(global_ranks, everyone, strict=False):  # [] if none has
         if refusal is not None:
             who = f"rank {rank}" + (f" could not {at}" if at else "")
             text = refusal.text if refusal.lack else f"{who}: {refusal.text}"

@@ -61,19 +61,19 @@ class Offer(NamedTuple):
 
 
 def agree_on_transport(
-    offers: Sequence[Offer], members: Sequence[int], failure: Exception | None
+    offers: Sequence[Offer], global_ranks: Sequence[int], failure: Exception | None
 ) -> None:
     """Check that no rank has found anything wrong, and that all ask for one transport.
 
     Args:
-        offers: of every rank; members: their numbers.
+        offers: of every rank; global_ranks: see ``Comm``.
         failure: this rank's own.
 
     Raises:
         Error: on every rank, if one has found anything wrong.
         MismatchError: on every rank, if they ask for different transports.
     """
-    raise_together(failure, [offer.refusal for offer in offers], members)
+    raise_together(failure, [offer.refusal for offer in offers], global_ranks)
     asked = tuple(offer.transport for offer in offers)
     if len(set(asked)) > 1:
         raise MismatchError(

@@ -184,7 +184,7 @@ class Sharder:
         if isinstance(failure, NoSharedMemory):
             failure.__traceback__ = None  # whose functions hold memory
         if not (self._comm.may_fall_back and all(refusal.lack for refusal in refusals)):
-            raise_together(failure, told, self._comm.members)
+            raise_together(failure, told, self._comm.global_ranks)
         if self._comm.world_rank == 0:
             say_fallback(refusals[0].text, logging.WARNING)
         self._comm.leave_memory()
