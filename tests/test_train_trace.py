@@ -10,11 +10,11 @@ import pytest
 from train_command import TINY, as_ranks, losses, ran, write_text
 
 import zshard
+from zshard.checkpoint.catalogue import RUN_FOLDER
 from zshard.errors import InputError
 from zshard.training.job import Job, Place
 from zshard.training.metrics import MetricsLog, StepMetrics, Validation
 from zshard.training.options import resolve
-from zshard.training.resume import FOLDER
 from zshard.training.scalars import Scalars
 from zshard.training.steptrace import StepTrace, make_folder
 
@@ -85,7 +85,7 @@ def test_a_file_that_one_rank_cannot_write_is_an_error_on_all(
     for rank in as_ranks("train", *TINY, *options):
         assert rank.status == 2
         assert f"{taken} cannot be written" in rank.errors
-    last = zshard.latest(tmp_path / "run" / FOLDER)
+    last = zshard.latest(tmp_path / "run" / RUN_FOLDER)
     assert last is not None and last.endswith("step-00000009")  # nothing is lost by it
 
 

@@ -157,7 +157,8 @@ class Sharded(torch.Tensor):
         """The parameter's fully qualified name in the wrapped model."""
         return self.flat.names[self.segment]
 
-    def _numel(self) -> int:
+    @property
+    def local_numel(self) -> int:
         """Elements on this rank."""
         return self.flat.local(self.segment).elements.numel
 
@@ -190,7 +191,7 @@ class Sharded(torch.Tensor):
         kind = "parameter" if self._is_param else "tensor"
         return (
             f"zshard {kind} {self.fqn!r} {tuple(self.shape)} {self.dtype}, "
-            f"{self._numel()} of {self.numel()} elements on this rank"
+            f"{self.local_numel} of {self.numel()} elements on this rank"
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Sharded:
@@ -255,9 +256,9 @@ def _needs_memory(name: str) -> Callable[..., NoReturn]:
 
     def refused(self: Sharded, *args: object, **kwargs: object) -> NoReturn:
         raise ShardedAccessError(
-            f"{self.fqn}: {name} needs the whole of it, of which this rank holds {self._numel()} "
-            f"of {self.numel()} elements. Read it with zshard.full_param(model, name), or work "
-            "inside zshard.full_params(model)."
+            f"{self.fqn}: {name} needs the whole of it, of which this rank holds "
+            f"{self.local_numel} of {self.numel()} elements. Read it with "
+            "zshard.full_param(model, name), or work inside zshard.full_params(model)."
         )
 
     return refused

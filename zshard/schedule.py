@@ -36,12 +36,12 @@ from .param import Sharded
 from .precision import Precision
 from .step.agreement import Agreement
 from .step.backward import Backward
-from .step.buffers import Buffers
 from .step.debts import owe
 from .step.executor import Executor
 from .step.forward import ForwardHooks
 from .step.meeting import Intent
 from .step.methods import Methods
+from .step.module_buffers import ModuleBuffers
 from .step.outcome import Ending
 from .step.reduction import Reducer
 from .step.updates import Updates
@@ -76,7 +76,7 @@ class Schedule:
         self.precision, self.root, self.device = precision, units[0], device
         self.updates = Updates(units, comm)
         self.reducer = Reducer(units, comm, pool, self.updates, device)
-        self.buffers = Buffers(model, comm)
+        self.module_buffers = ModuleBuffers(model, comm)
         self.structure = Structure(model)
         self.executor = Executor(units, comm, self.reducer)
         self.agreement = Agreement(units, comm, prefetch, self.executor, self.reset)

@@ -53,7 +53,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
         for unit in schedule.units:
             unit.require_parameters()
         if all_ranks:
-            schedule.buffers.broadcast(schedule.executor.step)
+            schedule.module_buffers.broadcast(schedule.executor.step)
         whole = {flat: _on_the_host(flat, schedule, wanted) for flat in schedule.flats}
     return _with_parameters(model, schedule, whole) if wanted else {}
 

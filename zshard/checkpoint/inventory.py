@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..layout import Range
 from ..param import Sharded
 from ..schedule import Schedule
-from ..step.buffers import persistent_buffers
+from ..step.module_buffers import persistent_buffers
 from ..unitmap import owned_parameters
 from ..units.flat import Flat
 from .held import Held, HeldMaster, HeldWhole

@@ -19,7 +19,7 @@ from ..tag import Tag
 from .batches import has_grad
 
 
-class _Part(NamedTuple):
+class _Share(NamedTuple):
     """What an optimizer has of one wrapped model."""
 
     schedule: Schedule
@@ -108,15 +108,15 @@ class GradScaler(torch.amp.GradScaler):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         plain = [param for param in params if not isinstance(param, Sharded)]
         divide = not allow_fp16
-        parts = _parts(params, divide)
+        shares = _shares(params, divide)
         rest = cast(Optimizer, SimpleNamespace(param_groups=[{"params": plain}]))
         seen = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
-        if not parts or not (plain or any(part.params for part in parts)):
+        if not shares or not (plain or any(share.params for share in shares)):
             return seen
         found = found_inf
         for verdict in seen.values():
             found = torch.maximum(found, verdict.to(found.device))
-        for schedule, present, known in parts:
+        for schedule, present, known in shares:
             # A scale on a GPU, which the host would wait for, is what these have made of it.
             rule = (self.get_growth_factor(), self.get_backoff_factor(), self.get_growth_interval())
             scale = float(inv_scale) if inv_scale.is_cpu else self._init_scale
@@ -138,13 +138,13 @@ class GradScaler(torch.amp.GradScaler):
         return {found.device: found}
 
 
-def _parts(params: Sequence[torch.Tensor], divide: bool) -> list[_Part]:
+def _shares(params: Sequence[torch.Tensor], divide: bool) -> list[_Share]:
     """Of each wrapped model what ``params`` have of it; nothing is changed yet."""
     models: dict[Schedule, list[Sharded]] = defaultdict(list)
     for param in params:
         if isinstance(param, Sharded):
             models[param.flat.schedule].append(param)
-    parts = []
+    shares = []
     for schedule, given in models.items():
         schedule.backward.require_gradients()
         present = [param for param in given if has_grad(param)]
@@ -157,8 +157,8 @@ def _parts(params: Sequence[torch.Tensor], divide: bool) -> list[_Part]:
                     "(zshard.Precision.fp16()); or give all of the model's gradients to one "
                     "of zshard's optimizers and leave them as backward made them."
                 )
-        parts.append(_Part(schedule, present, known))
-    return parts
+        shares.append(_Share(schedule, present, known))
+    return shares
 
 
 def _check_and_multiply(params: Sequence[Sharded], factor: torch.Tensor) -> torch.Tensor:

@@ -127,19 +127,19 @@ class FlatPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Buffers:
+class SharedBuffers:
     """Bytes that all units share; see pool.py."""
 
     full: int  # of the full buffers that are there at once
     reduce: int  # of the two reduce buffers
 
 
-def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool) -> Buffers:
+def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool) -> SharedBuffers:
     """What gathered units and reductions take; the root's flats come first."""
     slots = [sum(aligned(f.full_bytes) for f in flats if not f.resident) for flats in units]
     takers = sum(nbytes > 0 for nbytes in slots[1:])
     regular = min(1 + prefetch, takers) * max(slots[1:], default=0)
-    return Buffers(slots[0] + regular, reduce_buffers_of(chain(*units), nccl=nccl))
+    return SharedBuffers(slots[0] + regular, reduce_buffers_of(chain(*units), nccl=nccl))
 
 
 def reduce_buffers_of(flats: Iterable[FlatPlan], *, nccl: bool) -> int:

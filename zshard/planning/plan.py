@@ -16,9 +16,9 @@ from .check import check
 from .fit import Alternative, Fit, alternatives, fit
 from .footprint import (
     OPTIMIZERS,
-    Buffers,
     Collective,
     Holding,
+    SharedBuffers,
 )
 from .machine import Machine
 from .timeline import Timeline
@@ -112,7 +112,7 @@ class Plan:
     setup: Setup
     parameters: int
     units: tuple[UnitPlan, ...]
-    buffers: Buffers
+    buffers: SharedBuffers
     activations: Activations
     collectives: tuple[Collective, ...]
     machine: Machine | None

@@ -41,14 +41,14 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
     if isinstance(first, ShardedGrad):
         raise ShardedAccessError(
             f"{name} needs the whole gradient of {first.fqn!r} {tuple(first.shape)}, of which this "
-            f"rank holds {first._numel()} elements: on every rank, read it with "
+            f"rank holds {first.local_numel} elements: on every rank, read it with "
             "zshard.full_grad(model, name), and assign what is to replace it (param.grad = whole). "
             "An optimizer that needs whole matrices takes what zshard.full_param and full_grad "
             "read; write its values back inside zshard.full_params(model, write=True)."
         )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
-        f"{first._numel()} elements. {remedy(first)}"
+        f"{first.local_numel} elements. {remedy(first)}"
     )
 
 

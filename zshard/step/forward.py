@@ -112,12 +112,12 @@ class ForwardHooks:
             self._executor.gathered,
             "a forward",
             tally=schedule.updates.tally(),
-            buffers=schedule.buffers.ask(),
+            buffers=schedule.module_buffers.ask(),
         )
         try:
             schedule.updates.check([message.tally for message in messages])
             if any(message.buffers for message in messages):
-                schedule.buffers.broadcast(self._executor.step)
+                schedule.module_buffers.broadcast(self._executor.step)
         except MismatchError:  # on every rank: there is no forward that another model's may cut
             self._agreement.forgo_learning()
             self._agreement.abandon()

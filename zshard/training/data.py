@@ -19,7 +19,7 @@ _VALIDATION_SHARE = 0.05
 _NOT_LIBRARY_CODE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-class Batch(NamedTuple):
+class MicroBatch(NamedTuple):
     """One micro-batch of one rank."""
 
     tokens: Tensor  # (B, T) int64
@@ -136,7 +136,7 @@ class Corpus:
         step: int,
         micro_step: int,
         rank: int,
-    ) -> Batch:
+    ) -> MicroBatch:
         """A random micro-batch, a function of the arguments alone: a resumed run draws the same."""
         # Hashed, not added up: seed 0's step 1 and seed 1's step 0 are different draws.
         key = f"{seed} {step} {micro_step} {rank}".encode()
@@ -152,7 +152,7 @@ class Corpus:
         *,
         index: int,
         count: int,
-    ) -> Batch:
+    ) -> MicroBatch:
         """Batch ``index`` of ``count`` that together lie evenly over the validation text."""
         last = len(self.validation) - sequence - 1
         total = batch * count
@@ -166,6 +166,6 @@ def _windows(
     text: Tensor,  # (n,) uint8
     starts: Tensor,  # (B,) int64, each below n - sequence
     sequence: int,
-) -> Batch:
+) -> MicroBatch:
     windows = text[starts[:, None] + torch.arange(sequence + 1)].long()  # (B, T + 1)
-    return Batch(windows[:, :-1], windows[:, 1:])
+    return MicroBatch(windows[:, :-1], windows[:, 1:])

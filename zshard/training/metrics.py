@@ -168,7 +168,7 @@ def plot_loss(metrics: Sequence[Line], path: Path) -> None:
     write_whole(path, lambda part: figure.savefig(part, format="png"))
 
 
-class Held(NamedTuple):
+class RankMemory(NamedTuple):
     """Bytes that one rank holds of the model, its gradients and its optimizer's state."""
 
     weights: int
@@ -178,11 +178,11 @@ class Held(NamedTuple):
 
 
 def memory_table(
-    ranks: Sequence[Held],
-    ddp: Held,
+    ranks: Sequence[RankMemory],
+    ddp: RankMemory,
 ) -> str:
     """A table of the bytes each rank holds, with what a DDP rank would hold in the last row."""
-    heads = ["", *Held._fields[:3], "together", "+ buffers"]
+    heads = ["", *RankMemory._fields[:3], "together", "+ buffers"]
     rows = []
     for name, held in [*((f"rank {rank}", each) for rank, each in enumerate(ranks)), ("DDP", ddp)]:
         sizes = (*held[:3], sum(held[:3]), held.buffers)
@@ -194,7 +194,7 @@ def ddp_memory(
     parameters: int,
     *,
     low_precision: bool,  # bf16 compute with an fp32 master and fp32 gradients
-) -> Held:
+) -> RankMemory:
     """What a DDP rank with AdamW holds: all of the model, its gradients and its states."""
     weights = (4 + 2 * low_precision) * parameters
-    return Held(weights, 4 * parameters, 8 * parameters)
+    return RankMemory(weights, 4 * parameters, 8 * parameters)

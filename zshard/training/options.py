@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
+from ..checkpoint.catalogue import RUN_FOLDER
 from ..errors import InputError
 from ..gpt import SIZES, GPTConfig
 from ..precision import Precision
-from .resume import FOLDER, Origin, find_origin
+from .resume import Origin, find_origin
 
 _WARMUP_SHARE, _FINAL_LR_SHARE = 0.05, 0.1
 _LARGEST_SEED = 2**63 - 1  # of torch's generators
@@ -172,7 +173,7 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
 
 def _refuse_used(out: str) -> None:
     # os.path's: a path that cannot be is no run's folder, and not an OSError either.
-    if os.path.exists(Path(out, "metrics.jsonl")) or os.path.isdir(Path(out, FOLDER)):
+    if os.path.exists(Path(out, "metrics.jsonl")) or os.path.isdir(Path(out, RUN_FOLDER)):
         raise InputError(
             f"--out {out} holds a run already: name another folder, or go on with --resume {out}"
         )

@@ -13,7 +13,6 @@ from ..checkpoint.inspect import is_checkpoint, list_folder, summarize
 from ..checkpoint.manifest import Json
 from ..errors import InputError
 
-FOLDER = RUN_FOLDER
 _PROGRAM = "zshard train"
 
 
@@ -54,7 +53,7 @@ class Origin:
     def run(self) -> str | None:
         """The output folder of the run that saved it; None if it lies elsewhere now."""
         folder = self.path.absolute().parent
-        return str(self.path.parent.parent) if folder.name == FOLDER else None
+        return str(self.path.parent.parent) if folder.name == RUN_FOLDER else None
 
 
 def find_origin(path: Path) -> Origin:
@@ -66,7 +65,7 @@ def find_origin(path: Path) -> Origin:
     """
     passed_over: dict[str, str] = {}
     if not is_checkpoint(str(path)):
-        folder = path / FOLDER
+        folder = path / RUN_FOLDER
         newest = latest(folder)
         passed_over = list_folder(str(folder)).broken if folder.exists() else {}
         if newest is None:

@@ -17,15 +17,16 @@ from tqdm import tqdm
 
 import zshard
 
+from ..checkpoint.catalogue import RUN_FOLDER
 from ..errors import Error, InputError
 from ..gpt import GPT, generate
 from ..planning import Plan
 from ..streams import upload
-from .data import Batch, Corpus, find_files
+from .data import Corpus, MicroBatch, find_files
 from .job import STOPPED, Job, Place, choose_device
 from .metrics import (
-    Held,
     MetricsLog,
+    RankMemory,
     StepMetrics,
     Validation,
     ddp_memory,
@@ -35,7 +36,7 @@ from .metrics import (
 )
 from .options import TrainOptions, changes_on_resume, options_of
 from .output import output_folder
-from .resume import FOLDER, Origin, Progress, find_origin
+from .resume import Origin, Progress, find_origin
 from .scalars import Scalars
 from .steptrace import StepTrace
 from .trainplan import announce, compare, plan_of
@@ -126,7 +127,7 @@ class Run:
             else 100 * stats.exposed_seconds / seconds,
         )
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: MicroBatch) -> Tensor:
         """Mean cross-entropy of a micro-batch, in nats per byte."""
         logits = self.model(upload(batch.tokens, self.job.device))
         targets = upload(batch.targets, self.job.device)
@@ -148,19 +149,19 @@ class Run:
     def memory_table(self) -> str:
         """What each rank holds beside what DDP would; every rank calls this."""
         peak = zshard.memory(self.model)["peak"]
-        held = Held(
+        held = RankMemory(
             weights=peak["parameters"] + peak["master"],
             gradients=peak["gradients"],
             optimizer=peak["optimizer"],
             buffers=peak["full_buffers"] + peak["reduce_buffers"],
         )
-        ranks = cast("list[Held]", self.job.gather(held))
+        ranks = cast("list[RankMemory]", self.job.gather(held))
         low = self.options.precision == "bf16"
         return memory_table(ranks, ddp_memory(self.parameters, low_precision=low))
 
     def checkpoint(self, out: Path) -> Path:
         """Where the state after the last step is saved."""
-        return out / FOLDER / f"step-{self.step:08d}"
+        return out / RUN_FOLDER / f"step-{self.step:08d}"
 
     def save(self, out: Path, *, asynchronous: bool) -> None:
         """Write a checkpoint, after one that is still being written; every rank calls this.
@@ -315,7 +316,7 @@ def _finish(run: Run, out: Path, planned: Plan | None) -> None:
             # A resumed run may have had other ranks, or another strategy, before.
             steps = [e for e in metrics if isinstance(e, StepMetrics) and e.step > run.resumed_at]
             job.say(compare(planned, options, run.model, steps))
-    job.say(f"wrote {out / 'metrics.jsonl'}, {out / 'loss.png'} and {out / FOLDER}")
+    job.say(f"wrote {out / 'metrics.jsonl'}, {out / 'loss.png'} and {out / RUN_FOLDER}")
     if not options.sample:
         return
     prompt = bytes(run.corpus.validation[:_PROMPT_BYTES].tolist())

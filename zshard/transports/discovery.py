@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .groups import Ranks
 
 
-class _Place(NamedTuple):
+class _Identity(NamedTuple):
     """What a rank tells the others of itself."""
 
     host: str
@@ -33,7 +33,7 @@ def find_each_other(ranks: Ranks) -> tuple[Processes | None, str]:
             os.write(made, proof)
     except OSError as error:
         problem = str(error)  # too many open files, say; the others are to hear of it
-    mine = _Place(socket.gethostname(), os.getpid(), descriptor_path(made), proof)
+    mine = _Identity(socket.gethostname(), os.getpid(), descriptor_path(made), proof)
     lives: list[Life] = []
     if not possible:
         what = (
@@ -43,15 +43,15 @@ def find_each_other(ranks: Ranks) -> tuple[Processes | None, str]:
     for rank, told in enumerate(ranks.all_gather_object(mine)):
         if problem:
             break
-        place = cast("_Place", told)
+        other = cast("_Identity", told)
         try:
-            lives.append(Life(place.pid, os.pidfd_open(place.pid)))
-            problem = _check(place)
+            lives.append(Life(other.pid, os.pidfd_open(other.pid)))
+            problem = _check(other)
         except OSError as error:
             problem = str(error)
         if problem:
             problem = (
-                f"on host {mine.host}, the memory of {ranks.name(rank)} on host {place.host} is "
+                f"on host {mine.host}, the memory of {ranks.name(rank)} on host {other.host} is "
                 f"out of reach ({problem})"
             )
     ranks.all_gather_object(None)  # all have looked
@@ -63,10 +63,10 @@ def find_each_other(ranks: Ranks) -> tuple[Processes | None, str]:
     return Processes(names, lives), ""
 
 
-def _check(place: _Place) -> str:
-    opened = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # whatever it is
+def _check(other: _Identity) -> str:
+    opened = os.open(other.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # whatever it is
     try:
-        same = os.pread(opened, len(place.proof), 0) == place.proof
+        same = os.pread(opened, len(other.proof), 0) == other.proof
     finally:
         os.close(opened)
-    return "" if same else f"process {place.pid} is another one here"
+    return "" if same else f"process {other.pid} is another one here"

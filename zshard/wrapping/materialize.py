@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import Comm
 from ..errors import InputError, WrapError
 from ..param import user_attributes
-from ..step.buffers import persistent_buffers
+from ..step.module_buffers import persistent_buffers
 from ..tag import Tag
 from ..transports.mesh import groups_of
 from ..transports.refusal import together

@@ -12,7 +12,7 @@ from ..errors import WrapError
 from ..unitmap import UnitSpec
 
 
-class _Held(NamedTuple):
+class _Located(NamedTuple):
     """A tensor that the model holds, and the bytes between its first and its last element."""
 
     begin: int
@@ -32,22 +32,24 @@ def check_apart(model: nn.Module, specs: Sequence[UnitSpec]) -> None:
         WrapError: with the two.
     """
     owned = {id(each.param): each.name for spec in specs for each in spec.params}
-    active: list[_Held] = []
-    for held in sorted(_held(model, owned), key=lambda each: (str(each.tensor.device), each.begin)):
-        device = held.tensor.device
-        active = [o for o in active if o.end > held.begin and o.tensor.device == device]
+    active: list[_Located] = []
+    for found in sorted(
+        _located(model, owned), key=lambda each: (str(each.tensor.device), each.begin)
+    ):
+        device = found.tensor.device
+        active = [o for o in active if o.end > found.begin and o.tensor.device == device]
         for other in active:
-            if (held.sharded or other.sharded) and _overlap(held, other):
-                first, second = (held, other) if held.sharded else (other, held)
+            if (found.sharded or other.sharded) and _overlap(found, other):
+                first, second = (found, other) if found.sharded else (other, found)
                 raise WrapError(
                     f"{first.name} shares memory with {second.name}, and sharding would part "
                     "them: only one of the two would be trained. To tie two parameters, assign the "
                     "Parameter itself; else give one of them a copy (clone)."
                 )
-        active.append(held)
+        active.append(found)
 
 
-def _held(model: nn.Module, owned: dict[int, str]) -> Iterator[_Held]:
+def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
     """Every tensor of the modules once: parameters, buffers, and plain attributes."""
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -64,7 +66,7 @@ def _held(model: nn.Module, owned: dict[int, str]) -> Iterator[_Held]:
                 begin = tensor.data_ptr()
                 end = begin + (last + 1) * tensor.itemsize
                 label = owned.get(id(tensor), f"{path}.{name}" if path else name)
-                yield _Held(begin, end, label, tensor, id(tensor) in owned)
+                yield _Located(begin, end, label, tensor, id(tensor) in owned)
 
 
 def _made_by_hook(module: nn.Module, name: str) -> bool:
@@ -73,7 +75,7 @@ def _made_by_hook(module: nn.Module, name: str) -> bool:
     return any(name in (getattr(h, "name", ""), getattr(h, "_tensor_name", "")) for h in hooks)
 
 
-def _overlap(a: _Held, b: _Held) -> bool:
+def _overlap(a: _Located, b: _Located) -> bool:
     """Whether two tensors, whose bytes lie between each other, have an element in common."""
     if a.tensor.is_contiguous() and b.tensor.is_contiguous():
         return True

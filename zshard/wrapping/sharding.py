@@ -33,8 +33,8 @@ from ..units.pool import Pool
 from .materialize import swap_contents
 
 
-class _Part(NamedTuple):
-    """A parameter that is sharded."""
+class _Swapped(NamedTuple):
+    """A parameter that is sharded, and what it was."""
 
     owned: Owned
     whole: nn.Parameter  # its former contents; without values once all ranks have sharded the unit
@@ -51,7 +51,7 @@ class _Made(NamedTuple):
     """What a unit's parameters have become."""
 
     flats: list[Flat]
-    parts: list[list[_Part]]  # of each flat
+    swapped: list[list[_Swapped]]  # of each flat
 
 
 class Sharder:
@@ -100,8 +100,8 @@ class Sharder:
             self._raise_or_fall_back(failure, told)
         self._done.append(made)
         sites: list[ParamSite] = []
-        for flat, parts in zip(made.flats, made.parts, strict=True):
-            for segment, (owned, whole) in enumerate(parts):
+        for flat, swapped in zip(made.flats, made.swapped, strict=True):
+            for segment, (owned, whole) in enumerate(swapped):
                 flat.params[segment] = owned.param  # type: ignore[call-overload]
                 sites += [ParamSite(m, attribute, flat, segment) for m, attribute in owned.sites]
                 if not whole.is_meta:
@@ -121,11 +121,11 @@ class Sharder:
             names = [owned.names for owned in group]
             flat = Flat(names, params, dtypes, strategy, self._comm, self._device, memory)
             made.flats.append(flat)
-            made.parts.append([])
+            made.swapped.append([])
             for sharded, owned in zip(flat.params, group, strict=True):
                 # See [Note: one object, two faces].
                 swap_contents(owned.name, owned.param, sharded, owned.holders)
-                made.parts[-1].append(_Part(owned, cast(nn.Parameter, sharded)))
+                made.swapped[-1].append(_Swapped(owned, cast(nn.Parameter, sharded)))
 
     def reserve(self, pool: Pool) -> None:
         """Make the reduce buffers, where that takes all ranks; after the last unit.
@@ -151,11 +151,11 @@ class Sharder:
         """
         self._comm.leave_memory()
         for made in reversed(self._done):
-            for flat, parts in zip(made.flats, made.parts, strict=True):
-                if not all(id(owned.param) in self._meta for owned, _ in parts):
-                    self._fill(flat, parts)
-            made.parts[:] = [
-                [part for part in parts if self._has_former(part)] for parts in made.parts
+            for flat, swapped in zip(made.flats, made.swapped, strict=True):
+                if not all(id(owned.param) in self._meta for owned, _ in swapped):
+                    self._fill(flat, swapped)
+            made.swapped[:] = [
+                [each for each in swapped if self._has_former(each)] for swapped in made.swapped
             ]
             _put_back(made)
         holders = {id(owned.param): owned.holders for owned in owned_parameters(self._model, ())}
@@ -163,15 +163,15 @@ class Sharder:
             if not tensor.is_meta:
                 swap_contents(name, tensor, _on_meta(tensor), holders.get(id(tensor), ()))
 
-    def _has_former(self, part: _Part) -> bool:
+    def _has_former(self, swapped: _Swapped) -> bool:
         """Whether the former contents are what there was before wrap: no values, or the whole."""
-        return part.whole.is_meta or id(part.owned.param) not in self._meta
+        return swapped.whole.is_meta or id(swapped.owned.param) not in self._meta
 
-    def _fill(self, flat: Flat, parts: Sequence[_Part]) -> None:
+    def _fill(self, flat: Flat, swapped: Sequence[_Swapped]) -> None:
         """Give the former contents of a flat buffer's parameters their values again."""
         tag = Tag(None, "wrap", about=flat.names[0])
         whole = flat.gathered(flat.master.read(), self._comm, tag)
-        for segment, (owned, former) in zip(flat.layout.segments, parts, strict=True):
+        for segment, (owned, former) in zip(flat.layout.segments, swapped, strict=True):
             if id(owned.param) not in self._meta:
                 value = segment.view_of(whole).to(former.dtype)
                 former.data = value.clone(memory_format=torch.preserve_format)
@@ -198,13 +198,13 @@ class Sharder:
 
 def _put_back(made: _Made) -> None:
     """Put the former contents of a unit's parameters in place of the sharded ones."""
-    for parts in made.parts:
-        for owned, whole in parts:
+    for swapped in made.swapped:
+        for owned, whole in swapped:
             swap_contents(owned.name, owned.param, whole, owned.holders)
     for flat in made.flats:
         flat.let_go()
     made.flats.clear()
-    made.parts.clear()
+    made.swapped.clear()
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

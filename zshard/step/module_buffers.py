@@ -22,7 +22,7 @@ from ..tag import Tag
 _SMALL = 1 << 20  # bytes
 
 
-class Buffers:
+class ModuleBuffers:
     """The persistent buffers of ``model``."""
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
