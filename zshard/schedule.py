@@ -87,10 +87,9 @@ class Schedule:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self.methods = Methods(self)
         self.backward = Backward(self)
-        for flat in self.flats:
-            flat.schedule = self
-            for param in flat.params:
-                param.refuse_gradients()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.belong_to(unit, self)
         self.forward = ForwardHooks(self)
         LIVE.add(self)
 

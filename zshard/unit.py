@@ -89,7 +89,6 @@ class Unit:
         self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
         self.slot_bytes = self.full_bytes if self._needs_slot else 0
         for flat in self.flats:
-            flat.unit = self
             pool.ledger.add("parameters", flat.copy.nbytes)
             pool.ledger.add("master", flat.master.nbytes)
             if flat.resident is not None:

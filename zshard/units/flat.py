@@ -32,7 +32,7 @@ class Flat:
     S is the size of a shard, O that of the range this rank owns: its shard, or everything.
 
     Attributes:
-        unit: whose it is; schedule: that runs it. Not there before they take it over, in wrap.
+        unit: whose it is; schedule: that runs it. Not there before ``belong_to``.
         shard: the range of this rank's shard; owned: the range that it updates.
         master: (O,), the authority.
         grads: of the owned range, reduced or held back by no_sync.
@@ -105,6 +105,12 @@ class Flat:
         ]
         ops.pack_(initial, pieces, [local.at.begin for local in self._locals])
         return Master(initial, send, dtypes)
+
+    def belong_to(self, unit: Unit, schedule: Schedule) -> None:
+        """Be part of ``unit``, which ``schedule`` runs, from here on; the model is wrapped."""
+        self.unit, self.schedule = unit, schedule
+        for param in self.params:
+            param.refuse_gradients()
 
     def move(self) -> None:
         """Leave the memory that other ranks read, for this rank's own, before any use."""
