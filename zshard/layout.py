@@ -98,7 +98,12 @@ class Layout:
     @property
     def padding(self) -> int:
         """Elements of the full buffer that belong to no parameter."""
-        return self.numel - sum(s.numel for s in self.segments)
+        return self.padding_in(self.whole)
+
+    def padding_in(self, within: Range) -> int:
+        """Elements of ``within`` that belong to no parameter."""
+        used = (self.local(index, within).at.numel for index in range(len(self.segments)))
+        return within.numel - sum(used)
 
     @property
     def whole(self) -> Range:

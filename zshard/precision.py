@@ -21,6 +21,13 @@ class Dtypes(NamedTuple):
     master: torch.dtype  # the authority; optimizer states have it too
     split: bool = False  # the fp32 master is two 16-bit planes, the upper of them the bf16 copy
 
+    @property
+    def beside_bytes(self) -> int:
+        """Of the master, for an element, beside what is sent: its values, or their lower plane."""
+        if self.split:
+            return 2
+        return 0 if self.compute == self.master else self.master.itemsize
+
 
 @dataclass(frozen=True)
 class Precision:

@@ -140,5 +140,4 @@ def _of_unit(unit: Unit, schedule: Schedule, optimizer: Counter[Flat]) -> UnitBy
 
 def _padding(flat: Flat) -> int:
     owned = flat.padding if flat.resident is None else flat.layout.padding
-    per_element = flat.master.nbytes // max(flat.owned.numel, 1)
-    return owned * flat.copy.element_size() + flat.padding * per_element
+    return owned * flat.copy.element_size() + flat.padding * flat.dtypes.beside_bytes

@@ -7,15 +7,15 @@ with; no tensor is made. tests/test_plan.py holds it against what ``zshard.memor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import NamedTuple
 
-from ..layout import Layout, Local, Range, aligned
+from ..layout import Layout, aligned
 from ..precision import Dtypes
 from ..strategy import Strategy
 from ..transports.groups import chunk_rows
+from ..units.sizes import FlatSizes
 
 # Optimizers by name, and how many states, in the dtype of the master, each has of an element.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
@@ -46,7 +46,8 @@ class Holding:
         return Holding(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-class FlatPlan(NamedTuple):
+@dataclass(frozen=True)
+class FlatPlan(FlatSizes):
     """A flat buffer before it has any memory; see ``Flat``."""
 
     layout: Layout
@@ -54,76 +55,48 @@ class FlatPlan(NamedTuple):
     strategy: Strategy
     trained: bool
 
-    @property
-    def resident(self) -> bool:
-        """Whether the full buffer stays in memory."""
-        return self.strategy.resident or self.layout.world_size == 1
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full buffer."""
-        return self.layout.numel * self.dtypes.compute.itemsize
-
     def holding(self, states: int) -> Holding:
         """What the buffer takes on the last rank, which has the padding at the end.
 
         Args:
             states: fp32 states of the optimizer for an element.
         """
-        layout, dtypes = self.layout, self.dtypes
-        last = layout.shard(layout.world_size - 1)
-        owned = layout.whole if self.strategy.replicated else last
-        used = sum(local.at.numel for local in self._locals(owned))
-        copy = layout.whole if self.resident else owned
-        beside = dtypes.master.itemsize  # the fp32 values
-        if dtypes.split:
-            beside = 2  # the lower plane
-        elif dtypes.compute == dtypes.master:
-            beside = 0
-        spare = layout.padding if self.resident else owned.numel - used
-        reduced = layout.whole if self.strategy.whole_grads else last
+        layout, dtypes, last = self.layout, self.dtypes, self.layout.world_size - 1
+        owned = self.owned_by(last)
+        copy = layout.whole if self.stays else owned
+        spare, beside = layout.padding_in(copy), dtypes.beside_bytes
+        reduced = self.grads_of(last).numel if self.trained else 0
         return Holding(
             parameters=copy.numel * dtypes.compute.itemsize,
-            gradients=reduced.numel * dtypes.reduce.itemsize if self.trained else 0,
+            gradients=reduced * dtypes.reduce.itemsize,
             master=owned.numel * beside,
             optimizer=owned.numel * states * dtypes.master.itemsize if self.trained else 0,
-            padding=spare * dtypes.compute.itemsize + (owned.numel - used) * beside,
+            padding=spare * dtypes.compute.itemsize + layout.padding_in(owned) * beside,
         )
 
     @property
     def pack_bytes(self) -> int:
         """Bytes that packing its gradients reads and writes."""
-        return self.layout.numel * (self.dtypes.compute.itemsize + self.dtypes.reduce.itemsize)
+        return self.full_bytes + self.packed_bytes
 
     def sum_bytes(self, *, nccl: bool) -> int:
         """Bytes that the sum after the exchange reads and writes."""
-        size, reduce = self.layout.world_size, self.dtypes.reduce
-        rows = chunk_rows(size, reduce, nccl=nccl) if size > 1 else 1
+        size = self.layout.world_size
+        rows = chunk_rows(size, self.dtypes.reduce, nccl=nccl) if size > 1 else 1
         written = rows > 1  # a single row is read where it stays
-        return self.layout.shard_size * reduce.itemsize * (rows + written)
+        return self.rows_bytes(rows + written)
 
     def update_bytes(self, states: int) -> int:
         """Bytes that the optimizer's pass reads and writes."""
-        layout, dtypes = self.layout, self.dtypes
-        owned = layout.numel if self.strategy.replicated else layout.shard_size
+        dtypes, owned = self.dtypes, self.owned_by(0).numel
         copy = 0 if dtypes.split or dtypes.compute == dtypes.master else dtypes.compute.itemsize
         each = dtypes.reduce.itemsize + 2 * (1 + states) * dtypes.master.itemsize
         return owned * (each + copy) if self.trained else 0
 
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes that it takes of the packed buffer."""
-        return self.layout.numel * self.dtypes.reduce.itemsize if self.trained else 0
-
     def chunk_bytes(self, *, nccl: bool) -> int:
         """Bytes that it takes of the buffer for what the other ranks send."""
         size, reduce = self.layout.world_size, self.dtypes.reduce
-        if size == 1 or not self.trained:
-            return 0
-        return chunk_rows(size, reduce, nccl=nccl) * self.layout.shard_size * reduce.itemsize
-
-    def _locals(self, owned: Range) -> Iterator[Local]:
-        return (self.layout.local(i, owned) for i in range(len(self.layout.segments)))
+        return self.rows_bytes(chunk_rows(size, reduce, nccl=nccl)) if size > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +109,7 @@ class SharedBuffers:
 
 def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool) -> SharedBuffers:
     """What gathered units and reductions take; the root's flats come first."""
-    slots = [sum(aligned(f.full_bytes) for f in flats if not f.resident) for flats in units]
+    slots = [sum(aligned(f.full_bytes) for f in flats if not f.stays) for flats in units]
     takers = sum(nbytes > 0 for nbytes in slots[1:])
     regular = min(1 + prefetch, takers) * max(slots[1:], default=0)
     return SharedBuffers(slots[0] + regular, reduce_buffers_of(chain(*units), nccl=nccl))
@@ -144,7 +117,8 @@ def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool
 
 def reduce_buffers_of(flats: Iterable[FlatPlan], *, nccl: bool) -> int:
     """Bytes of the two buffers that reductions of ``flats``, one at a time, take."""
-    sizes = [(flat.reduce_bytes, flat.chunk_bytes(nccl=nccl)) for flat in flats]
+    trained = [flat for flat in flats if flat.trained]
+    sizes = [(flat.packed_bytes, flat.chunk_bytes(nccl=nccl)) for flat in trained]
     return sum(max(column) for column in zip((0, 0), *sizes, strict=True))
 
 

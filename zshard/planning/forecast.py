@@ -71,7 +71,7 @@ def _durations(
     trained = [flat for flat in flats if flat.trained]
     return Durations(
         label,
-        all(flat.resident for flat in flats),
+        all(flat.strategy.resident or flat.layout.world_size == 1 for flat in flats),
         machine.seconds(work.forward),
         machine.seconds(work.backward),
         reached=work.returns > 0,

@@ -156,7 +156,7 @@ class _Planner:
                     label,
                     sum(owned.param.numel() for owned in spec.params),
                     sum((flat.holding(states) for flat in own), Holding()),
-                    sum(flat.full_bytes for flat in own if not flat.resident),
+                    sum(flat.full_bytes for flat in own if not flat.stays),
                     reduce_buffers_of(own, nccl=self._nccl),
                     0 if rehearsal is None else rehearsal.units[index].kept,
                 )

@@ -94,14 +94,13 @@ class ReduceBuffers(NamedTuple):
     @staticmethod
     def bytes_of(flat: Flat, comm: Comm) -> dict[Scratch, int]:
         """Bytes of the reduce buffers that the reduction of ``flat`` takes, by their names."""
-        dtype, layout = flat.dtypes.reduce, flat.layout
-        packed = layout.numel * dtype.itemsize
-        shard, piece = layout.shard_size * dtype.itemsize, layout.piece(0).numel * dtype.itemsize
+        dtype, packed, shard = flat.dtypes.reduce, flat.packed_bytes, flat.rows_bytes(1)
+        piece = flat.layout.piece(0).numel * dtype.itemsize
         pieces = comm.replicas.row_count(dtype) * piece if comm.replicas.size > 1 else 0
         if comm.shards.in_memory:
             summed = shard if pieces else 0
             return {"packed": packed, "chunks": packed, "sum": summed, "pieces": pieces}
-        chunks = comm.shards.row_count(dtype) * shard if comm.size > 1 else 0
+        chunks = flat.rows_bytes(comm.shards.row_count(dtype)) if comm.size > 1 else 0
         return {"packed": packed, "chunks": max(chunks, pieces)}
 
 

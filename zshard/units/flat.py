@@ -19,6 +19,7 @@ from .full_buffer import FullBuffer
 from .grad_objects import Aliases
 from .gradient import Gradients
 from .master import Master
+from .sizes import FlatSizes
 from .storage import shares, storage_of
 
 if TYPE_CHECKING:
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from ..unit import Unit
 
 
-class Flat:
+class Flat(FlatSizes):
     """The segments of a unit that share a parameter dtype and ``requires_grad``.
 
     S is the size of a shard, O that of the range this rank owns: its shard, or everything.
 
     Attributes:
         unit: whose it is; schedule: that runs it. Not there before ``belong_to``.
-        shard: the range of this rank's shard; owned: the range that it updates.
+        shard: the range of this rank's shard; owned: the range that it updates; reduced: the range
+            that it has memory for the gradients of.
         master: (O,), the authority.
         grads: of the owned range, reduced or held back by no_sync.
         resident: (N * S,) compute dtype, the full buffer where that stays in memory; else None.
@@ -68,11 +70,11 @@ class Flat:
         self.hooks = [ParamHooks(param) for param in params]
         self.layout = Layout.of(params, comm.size, comm.replicas.size)
         self.shard = self.layout.shard(comm.rank)
-        self.owned = self.layout.whole if strategy.replicated else self.shard
+        self.owned, self.reduced = self.owned_by(comm.rank), self.grads_of(comm.rank)
         self._locals = tuple(self.layout.local(i, self.owned) for i in range(len(params)))
         self.version = 0  # of the master's values: how often they were changed
         self.resident: torch.Tensor | None = None
-        self.master = self._allocate(params, lent, stays=strategy.resident or not self.needs_gather)
+        self.master = self._allocate(params, lent)
         self.sent = self.master.send.view(torch.uint8)
         self.grads = Gradients(self)
         self.aliases = Aliases(len(params))  # of parameters
@@ -82,15 +84,13 @@ class Flat:
         ]
         self.full = FullBuffer(self)
 
-    def _allocate(
-        self, params: Sequence[torch.Tensor], lent: torch.Tensor | None, *, stays: bool
-    ) -> Master:
-        """The master, of the owned range alone; and the full buffer, where that ``stays``."""
+    def _allocate(self, params: Sequence[torch.Tensor], lent: torch.Tensor | None) -> Master:
+        """The master, of the owned range alone; and the full buffer, where that stays."""
         dtypes, numel = self.dtypes, self.owned.numel
         if lent is None:
             lent = torch.empty(self.layout.numel, dtype=dtypes.compute, device=self.device)
-        self.resident = lent if stays else None
-        send = self.owned.of(lent) if stays else lent
+        self.resident = lent if self.stays else None
+        send = self.owned.of(lent) if self.stays else lent
         if dtypes.compute == dtypes.master:
             initial = send
         else:
@@ -131,16 +131,6 @@ class Flat:
         self.resident, self.params = None, []
 
     @property
-    def needs_gather(self) -> bool:
-        """Whether the whole takes an all-gather, of what each rank has a shard of."""
-        return self.layout.world_size > 1 and self.layout.numel > 0 and not self.strategy.replicated
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full buffer."""
-        return self.layout.numel * self.dtypes.compute.itemsize
-
-    @property
     def copy(self) -> torch.Tensor:
         """What the compute dtype's values are kept in: the full buffer, or what is sent."""
         return self.master.send if self.resident is None else self.resident
@@ -148,7 +138,7 @@ class Flat:
     @property
     def padding(self) -> int:
         """Elements of the owned range that belong to no parameter."""
-        return self.owned.numel - sum(local.at.numel for local in self._locals)
+        return self.layout.padding_in(self.owned)
 
     def local(self, index: int) -> Local:
         """Where segment ``index`` lies in the owned range."""

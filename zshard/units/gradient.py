@@ -47,16 +47,13 @@ class Gradients:
 
     # --- memory ----------------------------------------------------------------------------------
 
-    def _range(self) -> Range:
-        """The part of the flat buffer that there is memory for."""
-        layout = self._flat.layout
-        return layout.whole if self._flat.strategy.whole_grads else self._flat.shard
-
     def _allocated(self) -> torch.Tensor:
         if self._memory is None:
             with torch.inference_mode(False):
                 self._memory = torch.zeros(
-                    self._range().numel, dtype=self._flat.dtypes.reduce, device=self._flat.device
+                    self._flat.reduced.numel,
+                    dtype=self._flat.dtypes.reduce,
+                    device=self._flat.device,
                 )
             self._tell(self._memory.nbytes)
         return self._memory
@@ -73,7 +70,7 @@ class Gradients:
         self._flat.schedule.pool.ledger.add("gradients", nbytes)
 
     def _part(self, part: Range) -> torch.Tensor:
-        first = self._range().begin
+        first = self._flat.reduced.begin
         return self._allocated()[part.begin - first : part.end - first]
 
     def owned(self) -> torch.Tensor:
