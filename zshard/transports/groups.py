@@ -16,7 +16,8 @@ from ..errors import WrapError
 from .control import control_group
 from .discovery import find_each_other
 from .messages import Messenger, Together, Work
-from .standing import Standing, standing_in
+from .per_group import per_group
+from .standing import Standing
 
 if TYPE_CHECKING:
     from ..tag import Tag
@@ -84,7 +85,7 @@ class Ranks:
             self.control = control_group(group, device)
         self._standing: Standing | None = None
         if group is not None and self.size > 1 and self.backend != "fake":
-            self._standing = standing_in(group)
+            self._standing = per_group(group).standing
 
     def name(self, rank: int) -> str:
         """What errors call ``rank`` of these."""

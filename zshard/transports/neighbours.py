@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -255,7 +254,3 @@ def _sum(rows: torch.Tensor, maximum: bool) -> torch.Tensor:
     for row in rows[1:]:
         total += row
     return total
-
-
-# By the id of the group, which a `Neighbours` keeps (by its ranks) so that no other takes it.
-known: weakref.WeakValueDictionary[int, Neighbours] = weakref.WeakValueDictionary()

@@ -10,9 +10,7 @@ and all of them begin anew together: [Note: giving up].
 from __future__ import annotations
 
 import os
-from weakref import WeakKeyDictionary, WeakSet
-
-import torch.distributed as dist
+from weakref import WeakSet
 
 _OF_RANKS: WeakSet[Standing] = WeakSet()  # all there are
 
@@ -61,16 +59,6 @@ class Standing:
     ) -> None:
         if kind is not None:
             self.leave(kind, "a collective")
-
-
-_OF_GROUPS: WeakKeyDictionary[dist.ProcessGroup, Standing] = WeakKeyDictionary()
-
-
-def standing_in(group: dist.ProcessGroup) -> Standing:
-    """Where ranks cannot tell each other anything but by the group's own collectives."""
-    if group not in _OF_GROUPS:
-        _OF_GROUPS[group] = Standing("start the processes anew, from the last checkpoint")
-    return _OF_GROUPS[group]
 
 
 def _leave_in_child() -> None:

@@ -25,7 +25,7 @@ from ..streams import Mark, compute_waits, mark_here
 from .arena import COPIED, Window
 from .in_memory import InMemoryRanks
 from .messages import Work
-from .standing import standing_in
+from .per_group import per_group
 from .symmetric_memory import Allocator, SymmetricArena, TorchAllocator
 
 # Channels of barriers. What is mailed is gathered on any lane, so beside what others lend.
@@ -48,7 +48,7 @@ class SymmetricRanks(InMemoryRanks[Window]):
         self.arena = SymmetricArena(weakref.proxy(self), allocator or TorchAllocator())
         self._read: dict[int, Mark] = {}  # by address: when the last gather of it had been read
         self._mailbox: torch.Tensor | None = None  # for what was not made by `empty`
-        self._attendance = standing_in(group)
+        self._attendance = per_group(group).standing
 
     # --- what is lent ----------------------------------------------------------------------------
 

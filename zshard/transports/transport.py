@@ -6,13 +6,13 @@ import logging
 import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast, get_args
-from weakref import WeakSet
 
 from ..errors import InputError, MismatchError, WrapError
 from .discovery import find_each_other
 from .groups import Ranks
-from .neighbours import Neighbours, known
+from .neighbours import Neighbours
 from .peer import PeerRanks
+from .per_group import per_group
 from .refusal import Refusal, raise_together
 from .shared import NoSharedMemory
 from .symmetric import SymmetricRanks
@@ -42,7 +42,7 @@ def asked_for(
 
 def neighbours_of(shards: Ranks) -> Neighbours | None:
     """The ranks where they share memory already. To be kept: the last model may go meanwhile."""
-    there = known.get(id(shards.group))
+    there = None if shards.group is None else per_group(shards.group).neighbours
     return there if there and not there.failed else None
 
 
@@ -87,20 +87,19 @@ def share_memory(offers: Sequence[Offer]) -> bool:
     return len(tokens) == 1 and "" not in tokens
 
 
-# Of the models that are wrapped, whichever way.
-_WRAPPED: WeakSet[Ranks] = WeakSet()
-
-
 def meet_in_one_place(shards: Ranks) -> None:
     """Let ranks in meetings of different models over this group meet each other.
 
     Where one of these models shares memory, all of them meet there. All ranks come here together,
     once they have wrapped a model.
     """
-    for other in _WRAPPED:
-        if other.group is shards.group and other.neighbours is None:
+    if shards.group is None:
+        return
+    models = per_group(shards.group).shards
+    for other in models:
+        if other.neighbours is None:
             other.neighbours = shards.neighbours
-    _WRAPPED.add(shards)
+    models.add(shards)
 
 
 def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
@@ -161,7 +160,7 @@ def _reached(ranks: Ranks) -> tuple[Ranks | None, Refusal | None]:
         return SymmetricRanks(group, device), None
     assert processes is not None
     try:
-        there = known[id(group)] = Neighbours(ranks, group, processes)
+        there = per_group(group).neighbours = Neighbours(ranks, group, processes)
     except NoSharedMemory as error:
         return None, Refusal.of(error)
     return PeerRanks(group, device, there), None

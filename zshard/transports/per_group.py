@@ -1,0 +1,47 @@
+"""What the models over one process group have in common; it goes with the group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch.distributed as dist
+
+from .standing import Standing
+
+if TYPE_CHECKING:
+    from .groups import Ranks
+    from .neighbours import Neighbours
+
+
+class PerGroup:
+    """Of one process group.
+
+    Attributes:
+        standing: this rank's, where ranks tell each other nothing but by the group's collectives.
+        shards: the sharding groups of the models, whichever way they communicate.
+    """
+
+    def __init__(self) -> None:
+        self.standing = Standing("start the processes anew, from the last checkpoint")
+        self.shards: WeakSet[Ranks] = WeakSet()
+        self._neighbours: ref[Neighbours] | None = None
+
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """Where the ranks meet that share memory, as long as a model does."""
+        return None if self._neighbours is None else self._neighbours()
+
+    @neighbours.setter
+    def neighbours(self, neighbours: Neighbours) -> None:
+        self._neighbours = ref(neighbours)
+
+
+_OF_GROUPS: WeakKeyDictionary[dist.ProcessGroup, PerGroup] = WeakKeyDictionary()
+
+
+def per_group(group: dist.ProcessGroup) -> PerGroup:
+    """What there is of ``group``."""
+    if group not in _OF_GROUPS:
+        _OF_GROUPS[group] = PerGroup()
+    return _OF_GROUPS[group]
