@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zshard
 from zshard import ops
 from zshard.comm import Comm
-from zshard.optimizers.batches import Batch
+from zshard.optimizers.buckets import Bucket
 from zshard.step.agreement import Agreement
 from zshard.step.executor import Executor
 from zshard.wrapping.sharding import Sharder
@@ -164,7 +164,7 @@ def stepping(rank: int, world_size: int, comm: str, where: str, ranks: tuple[int
     model = zshard.wrap(Blocks(), comm=comm, init="broadcast")
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
     models.loss_of(model, batch(rank, 0)).backward()
-    owner, name = {"arguments": (Batch, "grads"), "op": (ops, "adamw_")}[where]
+    owner, name = {"arguments": (Bucket, "grads"), "op": (ops, "adamw_")}[where]
     patch = raising(owner, name, -1, KeyboardInterrupt) if rank in ranks else None
     with pytest.raises(KeyboardInterrupt) if patch is not None else nullcontext():
         optimizer.step()

@@ -10,7 +10,7 @@ import torch
 
 from . import ops
 from .errors import InputError
-from .optimizers.batches import Batch, Hyper
+from .optimizers.buckets import Bucket, Hyper
 from .optimizers.fused import FusedOptimizer, ParamGroups
 
 
@@ -73,19 +73,19 @@ class _FusedAdam(FusedOptimizer):
         return dict(amsgrad=False, maximize=False, decoupled_weight_decay=decoupled)
 
     def _launcher(
-        self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
+        self, bucket: Bucket, active: torch.Tensor | None, grad_scale: torch.Tensor | None
     ) -> Callable[[], None]:
         return partial(
             ops.adamw_,
-            batch.masters,
-            batch.lows,
-            batch.states["exp_avg"],
-            batch.states["exp_avg_sq"],
-            batch.grads(),
-            batch.sends(),
-            batch.segments,
-            batch.hypers,
-            batch.steps,
+            bucket.masters,
+            bucket.lows,
+            bucket.states["exp_avg"],
+            bucket.states["exp_avg_sq"],
+            bucket.grads(),
+            bucket.sends(),
+            bucket.segments,
+            bucket.hypers,
+            bucket.steps,
             active,
             grad_scale,
         )
@@ -217,18 +217,18 @@ class SGD(FusedOptimizer):
         return {}
 
     def _launcher(
-        self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
+        self, bucket: Bucket, active: torch.Tensor | None, grad_scale: torch.Tensor | None
     ) -> Callable[[], None]:
         return partial(
             ops.sgd_,
-            batch.masters,
-            batch.lows,
-            batch.states.get("momentum_buffer", []),
-            batch.grads(),
-            batch.sends(),
-            batch.segments,
-            batch.hypers,
-            batch.steps,
+            bucket.masters,
+            bucket.lows,
+            bucket.states.get("momentum_buffer", []),
+            bucket.grads(),
+            bucket.sends(),
+            bucket.segments,
+            bucket.hypers,
+            bucket.steps,
             active,
             grad_scale,
         )

@@ -17,7 +17,7 @@ left. What comes next is known from the last time, see [Note: one agreed order].
                         Backward.leaf_grad_arrived: Agreement.ready -> Executor.reduce ->
                         Reducer.reduce -> PendingReduction
     end of backward     Backward._finish -> Reducer.finish; Reducer.read_outcome where anybody asks
-    step                FusedOptimizer.step: Batch -> ops.adamw_; Flat.updated; Schedule.renew
+    step                FusedOptimizer.step: Bucket -> ops.adamw_; Flat.updated; Schedule.renew
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import ops
 from ..errors import InputError, StateError
-from ..optimizers.batches import has_grad
+from ..optimizers.buckets import has_grad
 from ..param import Sharded
 from ..schedule import Schedule
 from ..tag import Tag

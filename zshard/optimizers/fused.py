@@ -20,7 +20,7 @@ from ..param import Sharded
 from ..schedule import LIVE, Schedule
 from ..step.updates import note_states, note_step
 from ..units.flat import Flat
-from .batches import Batch, Hyper, Kind, batches_of, has_grad, require_updatable
+from .buckets import Bucket, Hyper, Kind, buckets_of, has_grad, require_updatable
 from .optim_states import as_sharded, as_tensors, check_fits, sharded_like, slice_of
 from .stand_ins import refuse_parameters_of_a_copy
 
@@ -41,12 +41,12 @@ class FusedOptimizer(Optimizer):
         self._forget_layout()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's, of a copy or a pickle; the next step lays out batches and states anew."""
+        """As torch's, of a copy or a pickle; the next step lays out buckets and states anew."""
         super().__setstate__(state)
         self._forget_layout()
 
     def _forget_layout(self) -> None:
-        self._batches: dict[Kind, Batch] = {}
+        self._buckets: dict[Kind, Bucket] = {}
         self._built_for: list[tuple[object, ...]] = []
         self._laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the states, made for it
 
@@ -68,7 +68,7 @@ class FusedOptimizer(Optimizer):
 
     @abstractmethod
     def _launcher(
-        self, batch: Batch, active: torch.Tensor | None, grad_scale: torch.Tensor | None
+        self, bucket: Bucket, active: torch.Tensor | None, grad_scale: torch.Tensor | None
     ) -> Callable[[], None]:
         """What calls the op, with all that it needs at hand."""
 
@@ -87,7 +87,7 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         self.lay_out()
         refuse_parameters_of_a_copy([p for group in self.param_groups for p in group["params"]])
-        for kind in self._batches:
+        for kind in self._buckets:
             if kind.schedule is not None:
                 kind.schedule.backward.require_gradients()
         for group in self.param_groups:
@@ -95,10 +95,10 @@ class FusedOptimizer(Optimizer):
                 raise InputError(f"a param group has {other}")
         settings = [self._hyper(group) for group in self.param_groups]
         note_step(type(self).__name__, self.param_groups, settings)
-        active = [[has_grad(row.param) for row in batch.rows] for batch in self._batches.values()]
-        for (kind, batch), rows in zip(self._batches.items(), active, strict=True):
-            self._update(kind, batch, rows, settings)
-        for schedule in dict.fromkeys(kind.schedule for kind in self._batches):
+        active = [[has_grad(row.param) for row in bucket.rows] for bucket in self._buckets.values()]
+        for (kind, bucket), rows in zip(self._buckets.items(), active, strict=True):
+            self._update(kind, bucket, rows, settings)
+        for schedule in dict.fromkeys(kind.schedule for kind in self._buckets):
             if schedule is not None:
                 schedule.renew()
         return loss
@@ -122,7 +122,7 @@ class FusedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    def _update(self, kind: Kind, batch: Batch, active: list[bool], hypers: list[Hyper]) -> None:
+    def _update(self, kind: Kind, bucket: Bucket, active: list[bool], hypers: list[Hyper]) -> None:
         if not any(active):
             return
         schedule = kind.schedule
@@ -130,17 +130,17 @@ class FusedOptimizer(Optimizer):
         if grad_scale is not None:
             grad_scale = grad_scale.float()  # fp64 where other parameters of the model are
         with nullcontext() if schedule is None else schedule.executor.doing("step", schedule.root):
-            batch.refresh(hypers, active)
-            batch.before_write()
-            launch = self._launcher(batch, None if all(active) else batch.active, grad_scale)
+            bucket.refresh(hypers, active)
+            bucket.before_write()
+            launch = self._launcher(bucket, None if all(active) else bucket.active, grad_scale)
             with nullcontext() if schedule is None else schedule.updates.change() as change:
-                batch.note_written()  # before: should an exception come, all is gathered again
+                bucket.note_written()  # before: should an exception come, all is gathered again
                 if change is not None:
                     change.begun = True
                 launch()
 
     def lay_out(self) -> None:
-        """Lay out batches and states anew, if the parameters are not those of last time."""
+        """Lay out buckets and states anew, if the parameters are not those of last time."""
         grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
         params = [p for p, _ in grouped]
         names = self._state_names()
@@ -158,10 +158,10 @@ class FusedOptimizer(Optimizer):
                 )
         saved = [(p, self.state.pop(p)) for p in params if self.state.get(p)]
         self._laid_out = {}
-        self._batches = batches_of([each for each in grouped if _is_trained(each[0])], names)
-        for kind, batch in self._batches.items():
-            for step, row in zip(batch.steps, batch.rows, strict=True):
-                slices = {n: batch.states[n][row.shard][row.begin : row.end] for n in names}
+        self._buckets = buckets_of([each for each in grouped if _is_trained(each[0])], names)
+        for kind, bucket in self._buckets.items():
+            for step, row in zip(bucket.steps, bucket.rows, strict=True):
+                slices = {n: bucket.states[n][row.shard][row.begin : row.end] for n in names}
                 self._laid_out[row.param] = {"step": step, **slices}
                 self.state[row.param] = {**self._laid_out[row.param]}
             if kind.schedule is not None and self not in kind.schedule.optimizers:
@@ -196,9 +196,9 @@ class FusedOptimizer(Optimizer):
         """
         states = [
             (shard.flat, state)
-            for batch in self._batches.values()
-            for each in batch.states.values()
-            for shard, state in zip(batch.shards, each, strict=True)
+            for bucket in self._buckets.values()
+            for each in bucket.states.values()
+            for shard, state in zip(bucket.shards, each, strict=True)
         ]
         # Those of what was frozen since are kept.
         for param, values in (*self.state.items(), *replaced):

@@ -17,7 +17,7 @@ from ..errors import OptimizerError
 from ..param import Sharded
 from ..sharded.slices import own_slice
 from ..step.updates import note_step
-from .batches import has_grad
+from .buckets import has_grad
 from .fused import FusedOptimizer
 from .stand_ins import refuse_lost_step
 

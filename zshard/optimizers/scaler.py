@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..param import Sharded
 from ..schedule import Schedule
 from ..tag import Tag
-from .batches import has_grad
+from .buckets import has_grad
 
 
 class _Share(NamedTuple):

@@ -1,6 +1,6 @@
 """The tables that one call of an optimizer op takes: which shards, which segments, which numbers.
 
-A batch is what a call updates: shards of one dtype on one device, and one row for each parameter
+A bucket is what a call updates: shards of one dtype on one device, and one row for each parameter
 that lies (in part) in them.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """What the shards of one batch have in common."""
+    """What the shards of one bucket have in common."""
 
     schedule: Schedule | None  # of the wrapped model; None for plain parameters
     device: torch.device
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What one entry of a batch's lists is of."""
+    """What one entry of a bucket's lists is of."""
 
     flat: Flat | None  # None: a plain parameter
     part: Range  # of what this rank updates
@@ -45,11 +45,11 @@ class Shard(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One parameter in a batch."""
+    """One parameter in a bucket."""
 
     param: torch.Tensor
     group: int  # index into the optimizer's param_groups
-    shard: int  # index into the batch's lists
+    shard: int  # index into the bucket's lists
     begin: int  # elements, in the shard
     end: int
 
@@ -58,7 +58,7 @@ Hyper = tuple[float, ...]  # a row of the op's table of hyper-parameters, (6,)
 
 
 @dataclass
-class Batch:
+class Bucket:
     """The arguments of one call of ``adamw_`` or ``sgd_``, kept from step to step.
 
     Args:
@@ -172,10 +172,10 @@ class Batch:
         return dict.fromkeys(shard.flat for shard in self.shards if shard.flat is not None)
 
 
-def batches_of(
+def buckets_of(
     params: Iterable[tuple[torch.Tensor, int]], names: tuple[str, ...]
-) -> dict[Kind, Batch]:
-    """The batches of parameters with their groups.
+) -> dict[Kind, Bucket]:
+    """The buckets of parameters with their groups.
 
     Args:
         names: the states of a parameter.
@@ -184,18 +184,18 @@ def batches_of(
         OptimizerError: for a master that is not fp32, or a parameter that is not one block of
             memory.
     """
-    found: dict[Kind, Batch] = {}
+    found: dict[Kind, Bucket] = {}
     by_flat: dict[Flat, dict[int, tuple[Sharded, int]]] = {}
     for param, group in params:
         if isinstance(param, Sharded):
             by_flat.setdefault(param.flat, {})[param.segment] = (param, group)
         else:
-            found.setdefault(kind_of(param), Batch(names)).add_plain(param, group)
+            found.setdefault(kind_of(param), Bucket(names)).add_plain(param, group)
     for flat, members in by_flat.items():
         first, _ = next(iter(members.values()))
-        found.setdefault(kind_of(first), Batch(names)).add(flat, members)
-    for batch in found.values():
-        batch.tabulate()
+        found.setdefault(kind_of(first), Bucket(names)).add(flat, members)
+    for bucket in found.values():
+        bucket.tabulate()
     return found
 
 
@@ -211,7 +211,7 @@ def _runs(segments: Iterable[int]) -> list[list[int]]:
 
 
 def kind_of(param: torch.Tensor) -> Kind:
-    """The batch that ``param`` belongs to.
+    """The bucket that ``param`` belongs to.
 
     Raises:
         OptimizerError: if its master is not fp32.
