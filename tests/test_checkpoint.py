@@ -207,9 +207,9 @@ def numbers(rank: int, size: int, folder: str) -> None:
     random.seed(20 + rank)
     numpy.random.seed(30 + rank)
     zshard.save(f"{folder}/a", model, rng=True)
-    drawn = [torch.rand(3).tolist(), random.random(), random.gauss(), numpy.random.rand()]
+    drawn = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.rand()]
     assert zshard.load(f"{folder}/a", model, rng=True)
-    again = [torch.rand(3).tolist(), random.random(), random.gauss(), numpy.random.rand()]
+    again = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.rand()]
     assert drawn == again
     zshard.save(f"{folder}/b", model)
     with pytest.raises(zshard.CheckpointError, match="random states of 0 ranks, and there are 2"):

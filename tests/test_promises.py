@@ -65,7 +65,8 @@ touched = []
 for name in ("init", "_lazy_init", "is_available", "device_count", "current_device"):
     setattr(torch.cuda, name, lambda *args, name=name, **kwargs: touched.append(name) or 0)
 before = os.listdir("/proc/self/task")
-import zshard
+import sys, zshard
+assert "torch.utils.flop_counter" not in sys.modules  # which imports triton
 print(touched, len(os.listdir("/proc/self/task")) - len(before))
 """
 

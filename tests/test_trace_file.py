@@ -158,7 +158,7 @@ def test_a_file_is_written_whole_or_not_at_all(
             read("")
         with pytest.raises(zshard.InputError, match="3 is no file's name"):
             read(3)
-        with pytest.raises(zshard.InputError, match="cannot be written: embedded null byte"):
+        with pytest.raises(zshard.InputError, match=r"cannot be written: .*embedded null"):
             read(f"{tmp_path}/\0")
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
     trace.save(str(path))

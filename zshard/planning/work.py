@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 aten = torch.ops.aten
 
@@ -45,9 +45,9 @@ def call_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: object) -> Cal
     if packet in _CPU_ATTENTION:
         shapes = [t.shape if isinstance(t, Tensor) else t for t in args]
         kind, flops = "attention", _CPU_ATTENTION[packet](*shapes)
-    elif packet in flop_registry:
+    elif packet in (counts := _flop_counter().flop_registry):
         kind = "attention" if "attention" in str(packet) else "product"
-        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        flops = counts[packet](*args, **kwargs, out_val=out)
     return Call(kind, flops, moved, str(tensors[0].dtype).removeprefix("torch."))
 
 
@@ -56,13 +56,20 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any) -> int:
-    flops = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    flops = _flop_counter().sdpa_flop_count(query, key, value)
     return _causal(flops, rest)
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any) -> int:
-    flops = sdpa_backward_flop_count(grad, query, key, value)  # type: ignore[no-untyped-call]
+    flops = _flop_counter().sdpa_backward_flop_count(grad, query, key, value)
     return _causal(flops, rest)
+
+
+def _flop_counter() -> ModuleType:
+    """Not imported above: it imports triton, and a CUDA build of torch without one warns of it."""
+    from torch.utils import flop_counter
+
+    return flop_counter
 
 
 def _causal(flops: int, rest: tuple[Any, ...]) -> int:
