@@ -229,7 +229,7 @@ def test_after_all_ranks_began_anew_no_meeting_is_owed() -> None:
 def owing(rank: int, world_size: int) -> list[int]:
     """How many meetings a forked child owes, and its parent."""
     model = trained(torch.float32)
-    debts.owe(schedule_of(model).agreement, "the end of something")
+    debts.owe(schedule_of(model).agreement, schedule_of(model).comm, "the end of something")
     if (child := os.fork()) == 0:
         os._exit(len(debts._OWED))
     _, status = os.waitpid(child, 0)

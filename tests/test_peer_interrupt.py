@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 from zshard import ops
+from zshard.tag import Tag
+from zshard.transports.groups import Ranks
 from zshard.transports.neighbours import Neighbours
 from zshard.wrap import schedule_of
 
@@ -116,7 +118,7 @@ def interrupted(
 def test_after_an_interrupt_in_any_wait_all_ranks_are_brought_back(
     strategy: str, world_size: int, steps: int
 ) -> None:
-    ranks = run_ranks(interrupted, world_size, strategy, steps, timeout=60)
+    ranks = run_ranks(interrupted, world_size, strategy, steps, timeout=200)
     assert len(ranks[0]) > 8
     for each in zip(*ranks, strict=True):
         ends, same, made = zip(*each, strict=True)
@@ -200,6 +202,50 @@ def test_a_rank_that_goes_on_without_a_reset_is_refused_and_so_are_the_others(
         for later in said[1:]:
             assert "this rank has left the collectives" in later
             assert "call zshard.reset(model) on every rank" in later
+
+
+def interrupted_in_reset(rank: int, world_size: int) -> list[str]:
+    """The second Ctrl-C comes in the reset after the first, and the reset is tried again."""
+    model = zshard.wrap(models.build("odd_parameters"), comm="peer")
+    batch = models.batches("odd_parameters", 1, rank)[0]
+    interrupt = Interrupt()
+    interrupt.at = 1 if rank == VICTIM else -1
+    with pytest.raises((KeyboardInterrupt, zshard.CommError)):
+        model(batch).square().mean().backward()
+    interrupt.end()
+    said = []
+    if rank == VICTIM:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ranks, "all_gather_object", lambda *_: interrupt.handle())
+            with pytest.raises(KeyboardInterrupt):
+                zshard.reset(model)
+    dist.barrier()
+    for _ in range(2):
+        with pytest.raises(zshard.CommError) as raised:
+            zshard.reset(model)
+        said.append(str(raised.value))
+    return said
+
+
+def test_a_rank_that_leaves_a_reset_half_done_is_named_by_those_that_follow() -> None:
+    """What is left of its collective would be taken for the next one's."""
+    for said in run_ranks(interrupted_in_reset, 3, timeout=30):
+        assert len(said) == 2
+        for each in said:
+            assert re.search(r"rank 1 \(process \d+\) has left a reset half done", each)
+            assert "start the processes anew" in each
+
+
+def noted(rank: int, world_size: int) -> int:
+    neighbours = schedule_of(zshard.wrap(nn.Linear(2, 2), comm="peer")).comm.shards.neighbours
+    assert neighbours is not None
+    for save in range(3000):
+        neighbours.note("agree", Tag(save, "save", about=f"save(step-{save})"))
+    return len(neighbours._texts)
+
+
+def test_what_is_noted_of_thousands_of_saves_is_not_kept() -> None:
+    assert max(run_ranks(noted, 2)) <= 1024
 
 
 def leaves(rank: int, world_size: int, folder: str) -> None:

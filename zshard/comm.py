@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -67,6 +68,8 @@ class Comm:
         self.global_ranks = global_ranks
         # The global ranks along both axes: models that have these in common meet each other.
         self.ranks = self.shards.global_ranks, self.replicas.global_ranks
+        world = dist.group.WORLD  # the default group; None without one
+        self._world = None if world is None else weakref.ref(world)
         self.broken = False  # a collective has failed; those to come cannot be expected to work
         self.stats = CommStats()
         self.interpose: Callable[[str, Tag], None] | None = None  # tests delay or fail ops here
@@ -90,6 +93,11 @@ class Comm:
             for over in self.axes:
                 over.find_hosts()
             self.shards = over_memory(asked, self.shards, self.replicas)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the default group that was there as it was made has been destroyed."""
+        return self._world is not None and self._world() is not dist.group.WORLD
 
     @property
     def size(self) -> int:

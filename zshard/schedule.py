@@ -195,7 +195,7 @@ class Schedule:
             yield
         except BaseException:
             if self.comm.world_size > 1:
-                owe(self.agreement, what)
+                owe(self.agreement, self.comm, what)
             raise
 
     def begin_call(self, what: str, *, unusable_ok: bool = False) -> None:

@@ -274,7 +274,8 @@ class Backward:
         known what came in which order.
         """
         for each in [each for each in _BEGUN if each is not self and each._alone and each.raised]:
-            each._schedule.reset()
+            if not each._schedule.comm.is_over:  # else nobody is there
+                each._schedule.reset()
 
     def require_gradients(self) -> None:
         """Read what the last backward's reduction said.

@@ -14,21 +14,25 @@ from ..errors import MismatchError
 from .meeting import Intent
 
 if TYPE_CHECKING:
+    from ..comm import Comm
     from .agreement import Agreement
 
-_OWED: list[tuple[Agreement, str]] = []  # of all models, in the order in which the others wait
+# Of all models, in the order in which the others wait.
+_OWED: list[tuple[Agreement, Comm, str]] = []
 
 
-def owe(agreement: Agreement, what: str) -> None:
-    """Note that the others will wait in the meeting for ``what``."""
-    _OWED.append((agreement, f"{what}, after an exception"))
+def owe(agreement: Agreement, comm: Comm, what: str) -> None:
+    """Note that the others, over ``comm``, will wait in the meeting for ``what``."""
+    _OWED.append((agreement, comm, f"{what}, after an exception"))
 
 
 def settle() -> None:
     """Come to the meetings that are owed."""
     owed = _OWED.copy()
     _OWED.clear()  # before: each begins with this
-    for agreement, label in owed:
+    for agreement, comm, label in owed:
+        if comm.is_over:
+            continue  # nobody waits any more
         with suppress(MismatchError):  # it is for the others
             agreement.begin(Intent.CALL, label, label, gathers=False)
 

@@ -6,7 +6,9 @@ import enum
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn, Protocol, cast
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch.distributed as dist
 
 from ..comm import Comm
 from ..errors import MismatchError
@@ -182,12 +184,17 @@ class Meetings:
                 refuse_but_who_left(comm, label, mine, messages)
 
 
-_MEETINGS: dict[object, Meetings] = {}  # by ``Comm.ranks``
+# By ``Comm.ranks``, as long as the default group lives: in the next one a process that takes the
+# place of another has wrapped fewer models.
+_MEETINGS: WeakKeyDictionary[dist.ProcessGroup, dict[object, Meetings]] = WeakKeyDictionary()
+_ALONE = Meetings()  # without a group
 
 
 def meetings_of(comm: Comm) -> Meetings:
-    """The meetings of all models that are wrapped over the ranks of ``comm``."""
-    return _MEETINGS.setdefault(comm.ranks, Meetings())
+    """The meetings of all models that are wrapped over the ranks of ``comm``, by now."""
+    if dist.group.WORLD is None:
+        return _ALONE
+    return _MEETINGS.setdefault(dist.group.WORLD, {}).setdefault(comm.ranks, Meetings())
 
 
 def forgo_learning(members: Mapping[int, Member]) -> None:

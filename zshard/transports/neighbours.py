@@ -25,7 +25,9 @@ _SLICE_SECONDS = 0.05  # of a wait, between looks at whether the others are aliv
 _MAILBOX_BYTES = 1 << 20  # of each rank
 _NOTE_BYTES = 256
 _SMALL_SUM = 1 << 16  # bytes: sums below have a window of their own, to be waited for later
-_FAILED = b"!"  # starts the note of a rank that has given up
+_FAILED = "!"  # starts the note of a rank that has given up
+_LOST = _FAILED + "!"  # of one that has left a reset, and in it half a collective of the group
+_TEXTS = 1024  # kept at a time: each save has a path of its own
 
 
 class Neighbours(Standing):
@@ -63,6 +65,8 @@ class Neighbours(Standing):
         text = self._texts.get(key)
         if text is None:
             text = f"{op} in {tag.what}".encode()[: _NOTE_BYTES - 32]
+            if len(self._texts) == _TEXTS:
+                self._texts.clear()
             self._texts[key] = text
         self._write_note(b"%b%b\0" % (text, tag.when.encode()))
 
@@ -70,9 +74,15 @@ class Neighbours(Standing):
         if not self.failed:
             self._note[: len(text)] = text
 
+    def _note_anew(self, text: str) -> None:
+        """Publish that this rank has given up, as ``text`` says, or with "" that it has not."""
+        self.failed = ""
+        self._write_note(text.encode()[: _NOTE_BYTES - 1] + b"\0")
+        self.failed = text.lstrip(_FAILED)
+
     def give_up(self, why: str) -> None:
         """Tell the others, from now on, that this rank takes part no longer."""
-        self._write_note(_FAILED + why.encode()[: _NOTE_BYTES - 2] + b"\0")
+        self._write_note((_FAILED + why).encode()[: _NOTE_BYTES - 1] + b"\0")
         super().give_up(why)
 
     def _noted(self, rank: int) -> str:
@@ -105,8 +115,8 @@ class Neighbours(Standing):
         """Why it makes no sense to wait for rank ``late`` any longer; "" if it does."""
         noted = self._noted(late)
         name = self._processes.name(late)
-        if noted.startswith(_FAILED.decode()):
-            return f"{name} has left the collectives: {noted[1:]}"
+        if noted.startswith(_FAILED):
+            return f"{name} has left the collectives: {noted.lstrip(_FAILED)}"
         seen = f"It was seen last at {noted}" if noted else "It has not been seen yet"
         ended = self._processes.ended()
         if late in ended:
@@ -202,8 +212,7 @@ class Neighbours(Standing):
 
     def given_up(self) -> bool:
         """Whether any rank has, as far as can be seen here."""
-        mark = _FAILED.decode()
-        return any(self._noted(rank).startswith(mark) for rank in range(self._ranks.size))
+        return any(self._noted(rank).startswith(_FAILED) for rank in range(self._ranks.size))
 
     def recover(self, arenas: Iterable[SharedArena], mine: object) -> list[object]:
         """Begin anew where ranks have given up; all come here, through the process group.
@@ -214,18 +223,31 @@ class Neighbours(Standing):
         Returns:
             What each rank has told.
         """
+        lost = [rank for rank in range(self._ranks.size) if self._noted(rank).startswith(_LOST)]
+        if lost:
+            raise Missed(
+                f"{self._processes.name(lost[0])} has left a reset half done, and with it the "
+                "process group; start the processes anew, from the last checkpoint"
+            )
         mark = "reset", self.token
-        everyone = self._ranks.all_gather_object((mark, mine))
+        everyone = self._tell_in_reset((mark, mine))
         if any(not isinstance(each, tuple) or each[0] != mark for each in everyone):
             raise Missed("a rank is in another collective of the process group, not in a reset")
         # From here on nobody waits for anybody.
         for arena in (self._arena, *arenas):
             arena.rewind()
         self._summing.clear()
-        self.failed = ""
-        self._write_note(b"\0")
-        self._ranks.all_gather_object(None)
+        self._note_anew("")
+        self._tell_in_reset(None)
         return [told for _, told in cast("list[tuple[object, object]]", everyone)]
+
+    def _tell_in_reset(self, mine: object) -> list[object]:
+        """Every rank's ``mine``, by the process group, which has no place for who comes again."""
+        try:
+            return self._ranks.all_gather_object(mine)
+        except BaseException as error:
+            self._note_anew(f"{_LOST}{type(error).__name__} was raised in a reset")
+            raise
 
 
 class _Sum:
