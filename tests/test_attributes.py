@@ -60,3 +60,19 @@ def test_attributes_are_those_of_the_plain_model_in_forwards_too(
     assert expected[-1] == {"before": "changed", "gone": None, "after": 2, "count": 2}
     for seen in run_ranks(play, world_size, strategy):
         assert seen == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu", 0)])
+@pytest.mark.parametrize("precision", [None, zshard.Precision.bf16(master="split")])
+def test_a_model_may_be_moved_to_where_it_is(
+    device: str | torch.device, precision: zshard.Precision | None
+) -> None:
+    """accelerate does it."""
+    model = zshard.wrap(models.Blocks(), precision=precision)
+    before = dict(model.named_parameters())
+    values = zshard.state_dict(model)
+    model.to(device).to(device, torch.float32).to(device, non_blocking=True)
+    assert all(param is before[name] for name, param in model.named_parameters())
+    assert all(param.device == torch.device("cpu") for param in model.parameters())
+    models.loss_of(model, models.batches("blocks", 1, 0)[0]).backward()
+    assert all(torch.equal(value, values[n]) for n, value in zshard.state_dict(model).items())

@@ -7,7 +7,7 @@ them where a walk through a pytree would cost more than everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,6 +40,8 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     """
     op = operator(func)
     sharded = _sharded_in((*args, *kwargs.values()))
+    if func is _TO_COPY and _stays(sharded[0], kwargs):
+        return sharded[0]
     _check_elementwise(func, op, sharded[0])
     if len(sharded) > 1:
         args, kwargs = _cut_alike(op, args, kwargs)
@@ -53,6 +55,20 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     if op.mutable:
         return args[0] if op.returns else None
     return _mapped(_wrap_like(_sharded_in((*args, *kwargs.values()))), result)
+
+
+def _stays(param: Sharded, asked: Mapping[str, object]) -> bool:
+    """Whether ``Module.to`` asks for the CPU, where ``param`` is; "cpu:0" is another to torch."""
+    device = asked.get("device")
+    return (
+        param._is_param
+        and not torch.is_grad_enabled()  # as there; autograd would take it for a result
+        and isinstance(device, torch.device)
+        and device.type == param.device.type == "cpu"
+        and asked.get("dtype", param.dtype) == param.dtype
+        and asked.get("layout", param.layout) == param.layout
+        and asked.keys() <= {"device", "dtype", "layout", "non_blocking"}
+    )
 
 
 def _check_elementwise(func: Any, op: Operator, first: Sharded) -> None:
