@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import models
 import pytest
 import torch
 from ranks import run_ranks
@@ -238,3 +239,22 @@ def owing(rank: int, world_size: int) -> list[int]:
 
 def test_a_forked_child_owes_nothing() -> None:
     assert run_ranks(owing, 1, group=False) == [[0, 1]]
+
+
+def traced(rank: int, world_size: int, comm: str) -> None:
+    model = zshard.wrap(models.Blocks(), comm=comm)
+    x = models.batches("blocks", 1, 0)[0]
+    expected = model(x).detach()
+    with pytest.raises(zshard.StateError, match=r"inside zshard\.full_params"):
+        torch.jit.trace(model, (x,))
+    with zshard.full_params(model), torch.no_grad():
+        whole = torch.jit.trace(model, (x,))
+        exported = torch.export.export(model, (x,), strict=False).module()
+        assert torch.equal(whole(x), expected)
+        assert torch.equal(exported(x), expected)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_model_is_traced_and_exported_with_whole_parameters_alone(comm: str) -> None:
+    run_ranks(traced, 2, comm)

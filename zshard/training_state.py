@@ -46,11 +46,17 @@ def calls_under_way(module: nn.Module) -> int:
 
 
 def require_untransformed() -> None:
-    """Make sure that no transform of torch.func is under way that collectives cannot be part of.
+    """Make sure that nothing is under way that collectives cannot be part of.
 
     Raises:
-        StateError: inside grad, vjp, jvp and what is made of them; vmap is none of these.
+        StateError: inside torch.func's grad, vjp, jvp and what is made of them, which vmap is not;
+            while torch.jit traces.
     """
+    if torch._C._is_tracing():
+        raise StateError(
+            "torch.jit.trace of a wrapped model would trace the communication between ranks. Trace "
+            "it inside zshard.full_params(model) and torch.no_grad()."
+        )
     levels = torch._C._functorch.get_interpreter_stack() or ()
     kinds = {level.key().name for level in levels}
     if not kinds <= {"Vmap"}:

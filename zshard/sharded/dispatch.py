@@ -256,13 +256,17 @@ def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[
         if isinstance(x, Sharded):
             return x.local
         if isinstance(x, torch.Tensor) and x.ndim > 0 and op.name != "aten::copy_":
+            of_optimizer = (
+                "In an optimizer, its state is of whole tensors, made before zshard.wrap or loaded "
+                "from a plain state_dict, which zshard's optimizers take; or one of its groups has "
+                "parameters that are not sharded (ignored=) beside sharded ones, which takes a "
+                "group of their own for fused=True or foreach=True."
+            )
+            what = (of_optimizer, f"Elsewhere: {remedy(first)}")
+            likely, other = what if op.mutable or op.of_lists else (remedy(first), of_optimizer)
             raise ShardedAccessError(
                 f"{op.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
-                f"{tuple(x.shape)}. In an optimizer, its state is of whole tensors, made before "
-                "zshard.wrap or loaded from a plain state_dict, which zshard's optimizers take; or "
-                "one of its groups has parameters that are not sharded (ignored=) beside sharded "
-                "ones, which takes a group of their own for fused=True or foreach=True. "
-                f"Elsewhere: {remedy(first)}"
+                f"{tuple(x.shape)}. {likely} {other}"
             )
         return x
 
