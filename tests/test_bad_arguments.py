@@ -137,13 +137,18 @@ def used_outside_its_unit(rank: int, world_size: int, kind: type[nn.Module]) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(Outside, "blocks.1.up.bias"), (Past, "blocks.0.norm.weight")]
+    ("kind", "name", "user"),
+    [
+        (Outside, "blocks.1.up.bias", "the module that uses it"),
+        (Past, "blocks.0.norm.weight", "'blocks.0.norm'"),
+    ],
 )
 def test_a_parameter_used_outside_its_units_forward_is_refused_by_name(
-    kind: type[nn.Module], name: str
+    kind: type[nn.Module], name: str, user: str
 ) -> None:
     for message, runs_as_one_unit in run_ranks(used_outside_its_unit, 2, kind):
         assert name in message and "outside the module of its unit" in message
+        assert f": make {user} a unit" in message
         assert "module(...), not module.forward(...)" in message
         assert runs_as_one_unit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -34,15 +35,18 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def modules_called() -> Iterator[nn.Module]:
+    """The modules whose calls are on this thread's stack, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
 def calls_under_way(module: nn.Module) -> int:
     """How many calls of ``module`` are on this thread's stack; above 1 it has called itself."""
-    count, frame = 0, inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if code is _CALL and frame.f_locals.get("self") is module:
-            count += 1
-        frame = frame.f_back
-    return count
+    return sum(called is module for called in modules_called())
 
 
 def require_untransformed() -> None:

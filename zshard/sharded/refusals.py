@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import ShardedAccessError
 from ..param import Sharded, ShardedGrad
-from ..training_state import TrainingState
+from ..training_state import TrainingState, modules_called
+
+if TYPE_CHECKING:
+    from ..unit import Unit
 
 _WRAPPERS = {
     "DistributedDataParallel": "torch.nn.parallel.distributed",
@@ -60,9 +63,10 @@ def remedy(param: Sharded) -> str:
             "its place: leave it out."
         )
     label = param.flat.unit.label
+    user = _called_past(param.flat.unit)
     unit = (
-        f"is used outside the module of its unit {label!r}: make the module that "
-        "uses it a unit (zshard.wrap(units=...))"
+        f"is used outside the module of its unit {label!r}: make "
+        f"{repr(user) if user else 'the module that uses it'} a unit (zshard.wrap(units=...))"
     )
     if param.flat.schedule.executor.state is not TrainingState.IDLE:
         return (
@@ -76,6 +80,13 @@ def remedy(param: Sharded) -> str:
         "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
         f"parameter {unit}."
     )
+
+
+def _called_past(unit: Unit) -> str:
+    """The outermost module of ``unit`` that is called, where the unit's own is not; or ""."""
+    names = {id(module): name for name, module in unit.module.named_modules(prefix=unit.name)}
+    inside = [names[id(module)] for module in modules_called() if id(module) in names]
+    return inside[-1] if inside and inside[-1] != unit.name else ""
 
 
 def _wrapper_at_work() -> str | None:
