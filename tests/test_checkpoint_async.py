@@ -69,7 +69,7 @@ def test_a_save_under_way_outlives_the_process_group(tmp_path: Path) -> None:
 def test_when_it_has_ended_neither_the_copy_nor_the_model_is_held(tmp_path: Path) -> None:
     model, optimizer = started(0)
     handle = zshard.save(tmp_path / "a", model, optimizer, asynchronous=True)
-    copies = [weakref.ref(task.held) for task in handle._job._tasks]
+    copies = [weakref.ref(task.held) for task in handle._writer._tasks]
     handle.wait()
     gc.collect()
     assert copies and not any(copy() for copy in copies)

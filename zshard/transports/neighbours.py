@@ -245,6 +245,8 @@ class Neighbours(Standing):
         """Every rank's ``mine``, by the process group, which has no place for who comes again."""
         try:
             return self._ranks.all_gather_object(mine)
+        except RuntimeError:
+            raise  # the group's own, as another rank has ended
         except BaseException as error:
             self._note_anew(f"{_LOST}{type(error).__name__} was raised in a reset")
             raise
