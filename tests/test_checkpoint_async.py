@@ -18,7 +18,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
-from zshard.transports.control import control_group
+from zshard.transports.control import control_group, groups_made
 
 
 def started(rank: int, **options: object) -> tuple[nn.Module, zshard.AdamW]:
@@ -147,15 +147,18 @@ def test_ranks_that_are_in_different_numbers_of_groups_save_together(tmp_path: P
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "all"]
 
 
-def beside(rank: int, size: int) -> list[int]:
-    """The control group of a group of two, of which one is in another group too."""
+def beside(rank: int, size: int) -> list[list[int]]:
+    """The control groups of a group of two, of which one is in another group too."""
     dist.new_group([0])
-    pair = dist.new_group([0, 1])
-    if rank == 2:
-        return []
-    made = control_group(pair, torch.device("cpu"))
-    return dist.get_process_group_ranks(made)
+    pairs = [dist.new_group([0, 1], timedelta(seconds=limit)) for limit in (30, 9)]
+    made = []
+    if rank < 2:
+        groups = [control_group(pair, torch.device("cpu")) for pair in pairs]
+        made = [dist.get_process_group_ranks(group) for group in groups]
+    assert groups_made() == len(made)
+    dist.barrier(dist.new_group())  # what the ranks make together is called alike by all still
+    return made
 
 
 def test_a_control_group_is_made_by_ranks_that_are_in_different_numbers_of_groups() -> None:
-    assert run_ranks(beside, 3, timeout=60) == [[0, 1], [0, 1], []]
+    assert run_ranks(beside, 3, timeout=60) == [[[0, 1]] * 2, [[0, 1]] * 2, []]

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import zshard
 from zshard.streams import Lane
-from zshard.transports import groups
+from zshard.transports import control, groups
 from zshard.wrap import schedule_of
 
 
@@ -166,20 +166,12 @@ def test_a_backward_that_raised_on_another_host_is_told() -> None:
 
 
 def groups_made(rank: int, world_size: int) -> list[int]:
-    made = [0]
-    new_group = dist.new_group
-
-    def counting(*args: object, **kwargs: object) -> object:
-        made[0] += 1
-        return new_group(*args, **kwargs)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "_backend_name", lambda group, device: "nccl")
-        patch.setattr(dist, "new_group", counting)
         counts = []
         for _ in range(2):
             zshard.wrap(Blocks())
-            counts.append(made[0])
+            counts.append(control.groups_made())
         return counts
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..comm import Comm
 from ..errors import CheckpointError, CommError
 from ..tag import Tag
-from ..transports.control import groups_joined, make_group, timeout_of
+from ..transports.control import groups_made, make_group, timeout_of
 from ..transports.refusal import Refusal, raise_together
 
 T = TypeVar("T")
@@ -97,12 +97,12 @@ class Background(Peers):
         made = self._made.setdefault(dist.group.WORLD, {})
         key = comm.ranks, timeout
         # A failure need not have been seen on every rank.
-        mine = dist.get_rank(), key in made, groups_joined()
+        mine = dist.get_rank(), key in made, groups_made()
         facts = comm.all_gather_object(mine, Tag(None, what))
-        ranks, there, joined = zip(*cast("list[tuple[int, bool, int]]", facts), strict=True)
+        ranks, there, counts = zip(*cast("list[tuple[int, bool, int]]", facts), strict=True)
         if not all(there):
             with comm.named_errors("new_group", Tag(None, what)):
-                group = make_group(ranks, timeout, max(joined))
+                group = make_group(ranks, timeout, max(counts))
             made[key] = group, ThreadPoolExecutor(1, "zshard-save")
         self._group, self.thread = made[key]
         self._forget = partial(made.pop, key, None)

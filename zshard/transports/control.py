@@ -15,6 +15,8 @@ _GROUPS: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta], dist.ProcessGroup]
 ] = WeakKeyDictionary()
 
+_made = 0  # never less: a name that was used once has left its ranks' addresses in the store
+
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The group's; torch's default where the backend keeps none."""
@@ -23,27 +25,33 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return found
 
 
-def groups_joined() -> int:
-    """How many process groups this process is in, as torch counts them."""
-    return len(dist.distributed_c10d._world.pg_names)
+def groups_made() -> int:
+    """How many groups this process has made here, finished or not."""
+    return _made
 
 
-def make_group(ranks: Sequence[int], timeout: timedelta, joined: int) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int], timeout: timedelta, made: int) -> dist.ProcessGroup:
     """A gloo group of ``ranks``, all of which call this, and no others.
 
     Args:
-        joined: the most that ``groups_joined`` says on any of them.
+        made: the most that ``groups_made`` says on any of them.
     """
-    # A group of all is named by a count that all share. Those that make one by themselves look for
-    # each other under a name that torch takes from the ranks and from how many groups a process is
-    # in, which has to be the same.
-    alone = len(ranks) < dist.get_world_size()
-    while alone and groups_joined() < joined:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=alone
+    # dist.new_group has ranks that make a group by themselves look for each other under a name that
+    # it takes from a count of its own: until torch 2.13 of the groups that a process is in, from
+    # 2.14 on of those that it has made. These differ between ranks, and making one more changes
+    # what the script's own groups are called later.
+    global _made
+    _made = made + 1
+    c10d, ranks = dist.distributed_c10d, sorted(ranks)
+    _, store = c10d._world.pg_map[c10d._get_default_group()]
+    name = c10d.GroupName(f"zshard {made}: ranks {ranks}")
+    places = {rank: place for place, rank in enumerate(ranks)}
+    group: dist.ProcessGroup
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), places[dist.get_rank()], ranks, "gloo", store, name, timeout=timeout
     )
-    return made
+    c10d._world.pg_group_ranks[group] = places
+    return group
 
 
 def control_group(beside: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -56,7 +64,7 @@ def control_group(beside: dist.ProcessGroup, device: torch.device) -> dist.Proce
     assert dist.group.WORLD is not None
     groups = _GROUPS.setdefault(dist.group.WORLD, {})
     if (ranks, timeout) not in groups:
-        joined = torch.tensor([groups_joined()], device=device)
-        dist.all_reduce(joined, dist.ReduceOp.MAX, beside)
-        groups[ranks, timeout] = make_group(ranks, timeout, int(joined))
+        made = torch.tensor([groups_made()], device=device)
+        dist.all_reduce(made, dist.ReduceOp.MAX, beside)
+        groups[ranks, timeout] = make_group(ranks, timeout, int(made))
     return groups[ranks, timeout]
