@@ -14,6 +14,9 @@ class Named:
     def __init__(self, around: Named | None = None) -> None:
         self.around, self.state, self.in_use = around, State.GATHERED, True
 
+    def give_way(self) -> None:
+        self.in_use = False
+
     def encloses(self, other: Any) -> bool:
         return other.around is self
 

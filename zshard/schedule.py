@@ -103,8 +103,8 @@ class Schedule:
         if unit.state is State.SHARDED or unit in self.agreement.prefetched:
             self.agreement.need(unit)
         self.executor.wait(unit)
-        unit.install()
-        unit.in_use = self._used[unit] = True
+        self._used[unit] = True
+        unit.begin_use()
 
     def in_use_beside(self, unit: Unit) -> list[Unit]:
         """Units in use that are neither ``unit`` nor around it nor inside."""

@@ -158,6 +158,20 @@ class Unit:
             flat.full.mark(valid=True)
         self._enter(State.GATHERED)  # last: should an exception come here, all is done again
 
+    def begin_use(self) -> None:
+        """A forward or backward of the module begins: put the whole parameters into the modules."""
+        self.install()
+        self.in_use = True
+
+    def end_use(self) -> None:
+        """It has ended: put the sharded parameters back, and let others take the memory."""
+        self.uninstall()
+        self.in_use = False
+
+    def give_way(self) -> None:
+        """Let others take the memory; until one does, what is gathered stays."""
+        self.in_use = False
+
     def install(self) -> None:
         """Put the whole parameters into the modules, for a forward or a recomputation."""
         if not self._installed:
@@ -209,10 +223,9 @@ class Unit:
         if self.state is State.SHARDED:
             self._enter(State.SHARDED)  # which refuses it
         # Else the state comes last: should an exception come here, all is done again.
-        self.in_use = False
         for flat in self.flats:
             flat.full.mark(valid=False)
-        self.uninstall()
+        self.end_use()
         self.give_slot_back()
         self._enter(State.SHARDED)
 

@@ -131,7 +131,7 @@ class Backward:
         self.recomputation.forget()
         for unit in self._units:
             unit.fired.clear()
-            unit.in_use = False  # what forward has left gathered may go
+            unit.give_way()  # what forward has left gathered
         if self._root.state is State.GATHERED:
             self._root.install()  # a checkpointed region may be of the root's own modules
         if self._reduces:

@@ -104,8 +104,7 @@ class Executor:
     def release(self, unit: Unit) -> None:
         """End a unit's use: free the whole parameters where the strategy does not keep them."""
         if unit.strategy.resident:
-            unit.uninstall()
-            unit.in_use = False
+            unit.end_use()
         else:
             self.reshard(unit)
 

@@ -232,8 +232,7 @@ class ForwardHooks:
             return output
         in_forward = self._executor.state is TrainingState.FORWARD
         if watched and in_forward and self._agreement.may_be_last:
-            unit.uninstall()
-            unit.in_use = False  # it keeps its memory only as long as nobody needs it
+            unit.end_use()  # it keeps its memory only as long as nobody needs it
             self._keep(unit)
         else:
             self._executor.release(unit)
@@ -270,7 +269,7 @@ class ForwardHooks:
         """Free what a forward without a backward has left gathered, or has an old value."""
         schedule = self._schedule
         for unit in self._units:
-            unit.in_use = False
+            unit.give_way()
             if unit.outdated:
                 self._executor.reshard(unit)
         schedule.renew()  # what has not been since the step: another library's optimizer took it

@@ -49,7 +49,8 @@ class Recomputation:
         None as long as a unit around it computes, which they might push out.
         """
         self._again.add(unit)
-        unit.in_use = unit in self._announced  # else it gives way to the others of the region
+        if unit not in self._announced:
+            unit.give_way()  # to the others of the region
         if self._running:
             return []
         return [u for u in self._announced if u in self._again and u.state is State.SHARDED]
