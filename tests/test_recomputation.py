@@ -58,7 +58,7 @@ def test_only_what_has_run_since_it_was_announced_counts() -> None:
 
 
 def test_no_unit_is_due_behind_its_end_or_in_another_backward() -> None:
-    for over in (lambda book, unit: book.end(unit), lambda book, unit: book.forget()):
+    for over in (lambda book, unit: book.end(unit), lambda book, unit: book.begin()):
         book, a, b = Recomputation(), Named(), Named()
         book.announce(a)
         again(book, a)
@@ -94,6 +94,6 @@ def test_none_is_due_while_a_unit_around_the_recomputed_one_computes() -> None:
     book.leave(outer)
     assert book.note(outer) == [a]
     book.enter(outer)
-    book.forget()
+    book.begin()
     book.announce(a)
     assert again(book, a) == [a]

@@ -182,7 +182,7 @@ class Unit:
 
     def uninstall(self) -> None:
         """Put the sharded parameters back; between forward and backward, memory may stay."""
-        self.forward_io.forget()
+        self.forward_io.drop_inputs()
         if self._installed:
             self.put_params({flat: flat.full.given_back() for flat in self.flats})
             self._installed = False

@@ -197,7 +197,7 @@ class Agreement:
         """Forget what is left of an aborted pass."""
         self._pass.abandon()
         self._meetings.leave_forward(self)
-        self.prefetched.forget()
+        self.prefetched.clear()
 
     def forget(self) -> None:
         """Learn everything anew, as all ranks do."""

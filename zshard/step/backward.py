@@ -126,9 +126,9 @@ class Backward:
         self._agreement.go_beside(others)
         self._executor.enter_state(TrainingState.BACKWARD)
         self._note_models_beside()
-        self.forwards.note_backward()
+        self.forwards.begin_backward()
         self.current = None
-        self.recomputation.forget()
+        self.recomputation.begin()
         for unit in self._units:
             unit.fired.clear()
             unit.give_way()  # what forward has left gathered
@@ -180,7 +180,7 @@ class Backward:
         """Queue ``_finish`` for the end of this backward, if it does not raise."""
         end = partial(self._finish)  # a new object; see [Note: whether a backward is under way]
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._end = weakref.ref(end, self._let_go)
+        self._end = weakref.ref(end, self._give_params_back)
 
     def _units_passed_over(self) -> str:
         """The units of which this backward makes no gradient, by number.
@@ -244,13 +244,13 @@ class Backward:
                 flat.grads.hold_back()
         self._executor.enter_state(TrainingState.IDLE)
         _BEGUN.pop(self, None)
-        self.forwards.let_go()
+        self.forwards.end_backward()
         if self._reduces:
             self._reducer.run_hooks()
 
     # --- exceptions ------------------------------------------------------------------------------
 
-    def _let_go(self, end: weakref.ref[partial[None]]) -> None:
+    def _give_params_back(self, end: weakref.ref[partial[None]]) -> None:
         """Put the sharded parameters back for user code, should the backward have raised."""
         for unit in self._units:
             if self._executor.state is not TrainingState.BACKWARD or end is not self._end:
@@ -346,5 +346,5 @@ class Backward:
         elif self._executor.state is TrainingState.BACKWARD:
             self._reducer.drop()
         _BEGUN.pop(self, None)
-        self.forwards.let_go()
+        self.forwards.end_backward()
         self.current = None

@@ -91,7 +91,7 @@ class ForwardHooks:
             with schedule.comm.awaited("the beginning of a forward"):
                 self._begin()
         schedule.obtain(self._root)
-        self._root.forward_io.enter((args, kwargs))  # what comes before may reshard it, and forget
+        self._root.forward_io.enter((args, kwargs))  # behind obtain, which may drop them
         self._executor.enter("forward", self._root)
         self._agreement.look_ahead()
         if schedule.precision.cast_inputs and schedule.precision.compute is not None:
@@ -196,7 +196,7 @@ class ForwardHooks:
             self._agreement.begin(Intent.ALONE, unit.label, f"a forward of {unit.label} alone")
             self._backward.forwards.begin()
         schedule.obtain(unit)
-        unit.forward_io.enter(inputs)  # what comes before may reshard the unit, and so forget them
+        unit.forward_io.enter(inputs)  # behind obtain, which may drop them
         self._executor.enter("forward", unit)
         if self._executor.state is TrainingState.BACKWARD:
             self._backward.recomputation.enter(unit)
@@ -219,7 +219,7 @@ class ForwardHooks:
                 if isinstance(sys.exc_info()[1], _StopRecomputationError):
                     self._backward.recomputed(unit)
             elif self._executor.state is TrainingState.IDLE and not inside_backward():
-                unit.forward_io.forget()
+                unit.forward_io.drop_inputs()
                 self._executor.release(unit)
             return None
         if unit.state is not State.GATHERED:

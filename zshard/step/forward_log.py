@@ -69,7 +69,7 @@ class ForwardLog:
             digest = zlib.crc32(f"{needed};{gathered};{calls}".encode())
             self._noted.append(_Noted(weakref.ref(self.current), digest))
 
-    def note_backward(self) -> None:
+    def begin_backward(self) -> None:
         """Note that a backward begins."""
         self._backwards += 1
 
@@ -83,12 +83,12 @@ class ForwardLog:
         forwards = [(each is came_from, digest) for each, digest in alive if each is not None]
         return f"{forwards};{self._backwards}"
 
-    def let_go(self) -> None:
+    def end_backward(self) -> None:
         """Note that the backward has ended, and what it has reached need hold the model no more."""
         while self.reached:
             self.reached.pop().holds = None
 
     def forget(self) -> None:
         """Begin anew."""
-        self.let_go()
+        self.end_backward()
         self._noted, self._backwards = [], 0

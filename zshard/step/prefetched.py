@@ -47,6 +47,6 @@ class Prefetched:
         while self._units:
             self._executor.release(self._units.pop(0))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Have none; they are freed by others."""
         self._units.clear()

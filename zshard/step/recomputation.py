@@ -29,7 +29,7 @@ class Recomputation:
         """The backward of ``unit`` is over, and it was freed."""
         self._announced = [other for other in self._announced if other is not unit]
 
-    def forget(self) -> None:
+    def begin(self) -> None:
         """Another backward begins."""
         self._announced.clear()
         self._running.clear()

@@ -125,7 +125,7 @@ class Flat(FlatSizes):
             for param, local in zip(self.params, self._locals, strict=True):
                 param._local = self.master.read(*local.at)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Free the memory at once, whoever still refers to this; it is of no more use."""
         del self.master, self.sent, self.full
         self.resident, self.params = None, []

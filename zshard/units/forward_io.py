@@ -45,7 +45,7 @@ class ForwardIO:
         outside = {id(t) for tensor, _ in self._inputs for t in (tensor, tensor._base)}
         passed = {id(tensor) for tensor, version in self._inputs if tensor._version == version}
         given = self._given
-        self.forget()
+        self.drop_inputs()
         if not torch.is_grad_enabled():
             return []
         found = {id(t): t for t in chain(tensors_in(output), tensors_in(given)) if t.requires_grad}
@@ -61,8 +61,8 @@ class ForwardIO:
             if base is not None and base.grad_fn is not None and key not in outside | found.keys()
         ]
 
-    def forget(self) -> None:
-        """Drop the inputs."""
+    def drop_inputs(self) -> None:
+        """Hold the inputs no longer."""
         self._given, self._inputs = None, []
 
 

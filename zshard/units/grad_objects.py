@@ -84,7 +84,7 @@ class GradObjects:
                 own = each._local.to(self._flat.dtypes.master, copy=True)
                 each._local = own if scale is None else own.mul_(scale)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop every gradient's object; the memory is freed."""
         self._objects = [None] * len(self._objects)
 

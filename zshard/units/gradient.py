@@ -64,7 +64,7 @@ class Gradients:
             self._tell(-self._memory.nbytes)
             self._memory = self._shard = None
         self._free_sums()
-        self.objects.forget()
+        self.objects.clear()
 
     def _tell(self, nbytes: int) -> None:
         self._flat.schedule.pool.ledger.add("gradients", nbytes)
@@ -121,7 +121,7 @@ class Gradients:
         self._reducer.forget_norm()
         if value is None or value is not self.objects.get(index):
             self._leave(index)
-        self._let_go([index])  # what no_sync has held back goes with it
+        self.forget_held_back(index)  # what no_sync has held back goes with it
         if value is None:
             self.present[index] = False
             return
@@ -198,13 +198,10 @@ class Gradients:
         if (held := self._held[index]) is not None:
             held.zero_()
 
-    def forget_held_back(self) -> None:
-        """Forget all that no_sync holds."""
-        self._let_go(range(len(self._held)))
-
-    def _let_go(self, indices: Iterable[int]) -> None:
+    def forget_held_back(self, *indices: int) -> None:
+        """Forget what no_sync holds: of the gradients ``indices``, or of all."""
         freed = 0
-        for index in indices:
+        for index in indices or range(len(self._held)):
             held, self._held[index] = self._held[index], None
             freed += self._bytes_of_its_own(held)
         if freed > 0:

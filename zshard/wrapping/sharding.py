@@ -202,7 +202,7 @@ def _put_back(made: _Made) -> None:
         for owned, whole in swapped:
             swap_contents(owned.name, owned.param, whole, owned.holders)
     for flat in made.flats:
-        flat.let_go()
+        flat.free()
     made.flats.clear()
     made.swapped.clear()
 
