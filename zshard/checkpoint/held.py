@@ -178,14 +178,7 @@ class HeldWhole(Held):
         return self._flat
 
 
-class Snapshot(Source):
+def snapshot(of: Source) -> HeldSlice:
     """A copy of what a rank saves of another tensor, on the CPU."""
-
-    def __init__(self, of: Source) -> None:
-        super().__init__(of.shape, of.dtype, of.order, of.mine, of.mine)
-        # Even on the CPU it has to be a copy of its own.
-        self._values = of.read(*of.mine).to("cpu", copy=True)
-
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        """A view of the copy."""
-        return self._values[begin - self.here.begin : end - self.here.begin]
+    values = of.read(*of.mine).to("cpu", copy=True)  # even on the CPU a copy of its own
+    return HeldSlice(values, of.shape, of.order, of.mine.begin, of.mine)

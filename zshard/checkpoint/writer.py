@@ -26,7 +26,7 @@ from ..errors import CheckpointError, MismatchError
 from ..schedule import Schedule
 from . import catalogue, files
 from .files import File
-from .held import Snapshot, Source
+from .held import Source, snapshot
 from .inventory import Inventory, inventory_of
 from .manifest import (
     CHUNK_BYTES,
@@ -173,7 +173,7 @@ class Writer:
 
     def take_snapshot(self) -> None:
         """Copy what this rank is to write, so that training may go on."""
-        self._tasks = [task._replace(held=Snapshot(task.held)) for task in self._tasks]
+        self._tasks = [task._replace(held=snapshot(task.held)) for task in self._tasks]
         kinds: dict[str, dict[str, Source]] = {kind: {} for kind in self._contents.tensors}
         self._contents = replace(self._contents, tensors=kinds)  # the model may go
 
