@@ -153,23 +153,17 @@ def rename(old: str, new: str) -> None:
 
 def exists(path: str) -> bool:
     """Whether there is anything at ``path``."""
-    try:
+    with _names(path), suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    return True
+        return True
+    return False
 
 
 def is_folder(path: str) -> bool:
     """Whether there is a folder at ``path``."""
-    try:
+    with _names(path), suppress(FileNotFoundError, NotADirectoryError):
         return stat.S_ISDIR(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+    return False
 
 
 def is_link(path: str) -> bool:
