@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import OptimizerError, ShardedAccessError, StateError
+from ..errors import ShardedAccessError, StateError
 from ..param import Sharded, ShardedGrad
 from ..units.storage import storage_of
 from .operators import Operator, operator
-from .refusals import refuse_whole_tensor_op, remedy
+from .refusals import refuse_plain, refuse_split, refuse_to_divide, refuse_whole_tensor_op
 from .slices import own_slice, recut
 
 if TYPE_CHECKING:
@@ -133,10 +133,10 @@ def _on_slices(
 ) -> object:
     """The operator's result on the local slices, its writes announced to their flat tensors."""
     changed = _mutated(op, args, kwargs)
-    _refuse_split(op, changed)
     storages: dict[Flat, set[int]] = {}
     for target in changed:
-        assert target._local is not None  # a split master's is refused
+        if target._local is None:
+            refuse_split(op.name, target)
         storages.setdefault(target.flat, set()).add(storage_of(target._local))
     for flat, written in storages.items():
         flat.before_slices(written)
@@ -220,17 +220,6 @@ def _computed_together(
     return [[x for x in row if isinstance(x, Sharded)] for row in zip_longest(*lists)]
 
 
-def _refuse_split(op: Operator, changed: list[Sharded]) -> None:
-    for target in changed:
-        if target._local is None:
-            raise OptimizerError(
-                f"{op.name} would change {target.fqn!r} in place, whose master is split "
-                "into two 16-bit planes. Only zshard's optimizers update it: use zshard.AdamW, "
-                "Adam or SGD, or Precision(master='fp32'); by hand, copy_ whole values, or write "
-                "inside zshard.full_params(model, write=True)."
-            )
-
-
 def _copy_into_split(target: Sharded, source: object) -> None:
     at = target.flat.local(target.segment).at
     value = torch.empty(at.numel, dtype=torch.float32, device=target.device)
@@ -251,34 +240,15 @@ def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[
                 return x.seen()
             local = x.local
             if op.name.startswith("aten::_fused_") and local.dtype != x.dtype:
-                _refuse_to_divide(op, x, local.dtype)
+                refuse_to_divide(op.name, x, local.dtype)
             return local
         if isinstance(x, Sharded):
             return x.local
         if isinstance(x, torch.Tensor) and x.ndim > 0 and op.name != "aten::copy_":
-            of_optimizer = (
-                "In an optimizer, its state is of whole tensors, made before zshard.wrap or loaded "
-                "from a plain state_dict, which zshard's optimizers take; or one of its groups has "
-                "parameters that are not sharded (ignored=) beside sharded ones, which takes a "
-                "group of their own for fused=True or foreach=True."
-            )
-            what = (of_optimizer, f"Elsewhere: {remedy(first)}")
-            likely, other = what if op.mutable or op.of_lists else (remedy(first), of_optimizer)
-            raise ShardedAccessError(
-                f"{op.name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
-                f"{tuple(x.shape)}. {likely} {other}"
-            )
+            refuse_plain(op.name, first, x, of_optimizer=op.mutable or op.of_lists)
         return x
 
     return local_of
-
-
-def _refuse_to_divide(op: Operator, grad: ShardedGrad, dtype: torch.dtype) -> NoReturn:
-    raise OptimizerError(
-        f"{op.name} divides gradients by the loss scale where they lie, in {grad.dtype}, but that "
-        f"of {grad.fqn!r} is {dtype}. Call scaler.unscale_(optimizer) before scaler.step, or pass "
-        "fused=False; or reduce in fp32, or use zshard's optimizers."
-    )
 
 
 def _mutated(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:

@@ -1,4 +1,4 @@
-"""What is said where an operation needs the whole of a tensor that is sharded."""
+"""What is said where an operation cannot be carried out on the slices of sharded tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ..errors import ShardedAccessError
+import torch
+
+from ..errors import OptimizerError, ShardedAccessError
 from ..param import Sharded, ShardedGrad
 from ..training_state import TrainingState, modules_called
 
@@ -51,11 +53,50 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
         )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
-        f"{first.local_numel} elements. {remedy(first)}"
+        f"{first.local_numel} elements. {_remedy(first)}"
     )
 
 
-def remedy(param: Sharded) -> str:
+def refuse_plain(name: str, first: Sharded, plain: torch.Tensor, *, of_optimizer: bool) -> NoReturn:
+    """Raise a ShardedAccessError for ``plain`` among the arguments of ``name``.
+
+    Args:
+        first: of the sharded tensors among them.
+        of_optimizer: whether it is likely an optimizer that has called it.
+    """
+    state = (
+        "In an optimizer, its state is of whole tensors, made before zshard.wrap or loaded "
+        "from a plain state_dict, which zshard's optimizers take; or one of its groups has "
+        "parameters that are not sharded (ignored=) beside sharded ones, which takes a "
+        "group of their own for fused=True or foreach=True."
+    )
+    advice = f"{state} Elsewhere: {_remedy(first)}" if of_optimizer else f"{_remedy(first)} {state}"
+    raise ShardedAccessError(
+        f"{name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
+        f"{tuple(plain.shape)}. {advice}"
+    )
+
+
+def refuse_split(name: str, target: Sharded) -> NoReturn:
+    """Raise an OptimizerError, as ``name`` would write to ``target``, whose master is split."""
+    raise OptimizerError(
+        f"{name} would change {target.fqn!r} in place, whose master is split into two 16-bit "
+        "planes. Only zshard's optimizers update it: use zshard.AdamW, Adam or SGD, or "
+        "Precision(master='fp32'); by hand, copy_ whole values, or write inside "
+        "zshard.full_params(model, write=True)."
+    )
+
+
+def refuse_to_divide(name: str, grad: ShardedGrad, dtype: torch.dtype) -> NoReturn:
+    """Raise an OptimizerError, as ``name``, a fused optimizer, would divide in ``dtype``."""
+    raise OptimizerError(
+        f"{name} divides gradients by the loss scale where they lie, in {grad.dtype}, but that "
+        f"of {grad.fqn!r} is {dtype}. Call scaler.unscale_(optimizer) before scaler.step, or pass "
+        "fused=False; or reduce in fp32, or use zshard's optimizers."
+    )
+
+
+def _remedy(param: Sharded) -> str:
     """What to do where ``param`` is whole nowhere, and an operation needs all of it."""
     if wrapper := _wrapper_at_work():
         return (
