@@ -67,8 +67,7 @@ def check(
         return
     told = comm.all_gather_object(options, Tag(None, "wrap"))
     _compare_options(cast("list[Mapping[str, str]]", told), comm)
-    gathered = comm.all_gather_object(facts, Tag(None, "wrap"))
-    everyone: list[list[_Fact]] = [[_Fact(*f) for f in rank] for rank in gathered]  # type: ignore[attr-defined]
+    everyone = cast("list[list[_Fact]]", comm.all_gather_object(facts, Tag(None, "wrap")))
     by_name = [{fact.name: fact for fact in facts} for facts in everyone]
     for name in dict.fromkeys(fact.name for facts in everyone for fact in facts):
         _compare(name, [facts.get(name) for facts in by_name], comm)
