@@ -71,12 +71,7 @@ def clip_grad_norm_(
     wide = any(param.dtype == torch.float64 for param in params)
     dtype = torch.float64 if wide else torch.float32
     max_norm, shown = _largest(max_norm, dtype)
-    try:
-        norm_type = float(norm_type)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        norm_type = math.nan
-    if not norm_type > 0:
-        raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
+    norm_type = _positive(norm_type)
     schedule.backward.require_gradients()
     reducer = schedule.reducer
     everything = reducer.covers(params)
@@ -127,6 +122,16 @@ def _largest(max_norm: object, dtype: torch.dtype) -> tuple[float | torch.Tensor
     if not value >= 0.0:
         raise InputError(f"max_norm={max_norm}: expected a number that is not negative")
     return value, value
+
+
+def _positive(norm_type: object) -> float:
+    try:
+        value = float(norm_type)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        value = math.nan
+    if not value > 0:
+        raise InputError(f"norm_type={norm_type!r}: expected a positive number or inf")
+    return value
 
 
 def _listed(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
