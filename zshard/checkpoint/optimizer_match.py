@@ -42,26 +42,25 @@ class OptimizerMatch:
 
     def finish(self) -> None:
         """Hand the states, now filled, to the optimizer."""
+        optimizer = self.optimizer
         for group, options in self.groups:
             group.update(options)
         if self.common is not None:
-            for key in common_state(self.optimizer).keys() - self.common.keys():
-                del self.optimizer.state[key]
-            self.optimizer.state.update(self.common)  # type: ignore[arg-type]
-        fused = isinstance(self.optimizer, FusedOptimizer)
+            for key in common_state(optimizer).keys() - self.common.keys():
+                del optimizer.state[key]
+            optimizer.state.update(self.common)  # type: ignore[arg-type]
+        if not isinstance(optimizer, FusedOptimizer):
+            optimizer.state.update(self.states)
+            return
         for param, state in self.states.items():
-            if not fused:
-                self.optimizer.state[param] = state
-                continue
-            own = self.optimizer.state.setdefault(param, {})
+            own = optimizer.state.setdefault(param, {})
             for key, value in state.items():
                 if isinstance(own.get(key), torch.Tensor):
                     if own[key] is not value:
                         own[key].copy_(value)
                 else:
                     own[key] = value
-        if isinstance(self.optimizer, FusedOptimizer):
-            self.optimizer.tell_ledgers()
+        optimizer.tell_ledgers()
 
 
 def _like(old: object, value: Json) -> object:
@@ -105,7 +104,7 @@ def match_optimizer(
             match.missing.append(f"the optimizer's state of {name}")
             continue
         names[name] = key
-        found.states[param] = _state(saved, optimizer, group, param, name, key, match)
+        found.states[param] = _state(found, saved, group, param, name, key)
     found.common = {}
     for key, entry in record.state.get(COMMON, {}).items():
         # Beside the parameters, where they all are in one place.
@@ -113,20 +112,20 @@ def match_optimizer(
         found.common[key] = _value(entry, f"the optimizer's state {key!r}", device, match)
     of_others = [name for name in record.state if name not in names.values() and name != COMMON]
     match.unexpected += [f"the optimizer's state of {name}" for name in of_others]
-    _match_groups(record.groups, optimizer, inventory, names, found)
+    _match_groups(found, record.groups, inventory, names)
     return found
 
 
 def _state(
+    found: OptimizerMatch,
     saved: Manifest,
-    optimizer: Optimizer,
     group: dict[str, Any],
     param: torch.Tensor,
     name: str,
-    key: str,
-    match: Match,
+    key: str,  # its name in the checkpoint
 ) -> dict[str, Any]:
     """The state of one parameter, of which tensors are to be filled yet."""
+    optimizer, match = found.optimizer, found.match
     assert saved.optimizer is not None
     entries = saved.optimizer.state[key]
     own = optimizer.state.get(param, {}) if isinstance(optimizer, FusedOptimizer) else None
@@ -195,13 +194,13 @@ def _unsaved(optimizer: Optimizer) -> dict[str, object]:
 
 
 def _match_groups(
-    groups: list[dict[str, Json]],
-    optimizer: Optimizer,
-    inventory: Inventory,
-    names: dict[str, str],
     found: OptimizerMatch,
+    groups: list[dict[str, Json]],
+    inventory: Inventory,
+    names: dict[str, str],  # of a parameter now -> its name in the checkpoint
 ) -> None:
     """Find the saved options of every group of parameters."""
+    optimizer = found.optimizer
     group_of: dict[str, int] = {}
     for number, options in enumerate(groups):
         params = options["params"]
@@ -223,7 +222,7 @@ def _match_groups(
                     for k, v in options.items()
                     if k not in ("params", "param_names")
                 }
-                for key, value in _unsaved(found.optimizer).items():
+                for key, value in _unsaved(optimizer).items():
                     if key in group:
                         own_options.setdefault(key, value)
             except (OptimizerError, TypeError, RuntimeError) as error:
