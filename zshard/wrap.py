@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from .unit import Unit
 from .unitmap import Units, UnitSpec, check_parameters, unit_map
 from .units.pool import Pool
 from .wrapping import same_model
+from .wrapping.arguments import check_arguments, check_precision, ignored_parameters
 from .wrapping.malloc import keep_freed
 from .wrapping.materialize import (
     InitFn,
@@ -126,7 +127,8 @@ def wrap(
     failure = None
     # This rank alone: what is wrapped, and into what units.
     try:
-        _check_arguments(model, precision, comm, prefetch, init, device, init_fn)
+        _check_model(model)
+        check_arguments(model, precision, comm, prefetch, init, device, init_fn)
         if device is not None:
             move(model, device)
         survey = _survey(model, units, ignored, strategy, precision)
@@ -182,6 +184,24 @@ def wrap(
     return model
 
 
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
+    if hasattr(model, _SCHEDULE):
+        raise WrapError("this model is wrapped already; wrap a model once")
+    if isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
+        kind = type(model).__name__
+        raise WrapError(f"zshard.wrap takes the plain module that this {kind} was made of")
+
+
+def _device_of(model: object) -> torch.device | None:
+    """Where the parameters are, of a model that may make no sense otherwise."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    there = [param.device for param in params if not param.is_meta]
+    on_gpus = [device for device in there if device.type != "cpu"]  # the ignored may be elsewhere
+    return next(iter(on_gpus or there), None)
+
+
 class _Survey(NamedTuple):
     """What this rank alone can say of a model before it is wrapped."""
 
@@ -197,11 +217,11 @@ def _survey(
     strategy: Choice,
     precision: Precision,
 ) -> _Survey:
-    specs = unit_map(model, units, _ignored_parameters(model, ignored))
+    specs = unit_map(model, units, ignored_parameters(model, ignored))
     strategies = [strategy_of(strategy, spec.name, spec.module) for spec in specs]
     device = check_parameters(specs)
     check_apart(model, specs)
-    _check_precision(specs, precision)
+    check_precision(specs, precision)
     return _Survey(specs, strategies, device)
 
 
@@ -252,99 +272,3 @@ def schedule_of(model: nn.Module) -> Schedule:
         what = "a part of a wrapped model" if part else "not wrapped"
         raise WrapError(f"this {type(model).__name__} is {what}; pass zshard.wrap's result")
     return schedule
-
-
-def _check_arguments(
-    model: object,
-    precision: object,
-    comm: object,
-    prefetch: object,
-    init: object,
-    device: torch.device | str | None,
-    init_fn: object,
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"zshard.wrap takes a torch.nn.Module, got a {type(model).__name__}")
-    if hasattr(model, _SCHEDULE):
-        raise WrapError("this model is wrapped already; wrap a model once")
-    if isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
-        kind = type(model).__name__
-        raise WrapError(f"zshard.wrap takes the plain module that this {kind} was made of")
-    if not isinstance(precision, Precision):
-        raise InputError(f"precision={precision!r}: expected a zshard.Precision, or None")
-    if comm not in get_args(Transport):
-        raise InputError(f"comm={comm!r}: expected 'auto', 'group' or 'peer'")
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise InputError(f"prefetch={prefetch!r}: expected a whole number of units, 0 or more")
-    if init not in ("check", "broadcast", "trust"):
-        raise InputError(f"init={init!r}: expected 'check', 'broadcast' or 'trust'")
-    if device is not None and _type_of(device) == "meta":
-        raise InputError("device='meta': expected a device to train on; see init_fn for meta")
-    if init_fn is not None and not callable(init_fn):
-        raise InputError(f"init_fn={init_fn!r}: expected a function of a module")
-    if init_fn is not None and not on_meta(model):
-        raise InputError(
-            "init_fn was given, but no parameter or buffer is on the meta device, so it would "
-            'never be called. Build the model under torch.device("meta"), or leave init_fn out.'
-        )
-
-
-def _type_of(device: torch.device | str) -> str:
-    try:
-        kind = torch.device(device).type
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"device={device!r}: {error}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device={str(device)!r}: torch finds no GPU here")
-    return kind
-
-
-def _device_of(model: object) -> torch.device | None:
-    """Where the parameters are, of a model that may make no sense otherwise."""
-    params = model.parameters() if isinstance(model, nn.Module) else ()
-    there = [param.device for param in params if not param.is_meta]
-    on_gpus = [device for device in there if device.type != "cpu"]  # the ignored may be elsewhere
-    return next(iter(on_gpus or there), None)
-
-
-def _ignored_parameters(
-    model: nn.Module, ignored: Iterable[str | nn.Parameter | nn.Module] | None
-) -> list[nn.Parameter]:
-    if ignored is None:
-        return []
-    named = dict(model.named_parameters(remove_duplicate=False))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    own = {id(param) for param in named.values()}
-    found: list[nn.Parameter] = []
-    if isinstance(ignored, (str, torch.Tensor)) or not isinstance(ignored, Iterable):
-        raise InputError(f"ignored={ignored!r}: expected a list of parameters, names or modules")
-    for item in ignored:
-        if isinstance(item, nn.Parameter) and id(item) in own:
-            found.append(item)
-        elif isinstance(item, nn.Module) and any(item is each for each in modules.values()):
-            found += item.parameters()
-        elif isinstance(item, str) and item in named:
-            found.append(named[item])
-        elif isinstance(item, str) and item in modules:
-            found += modules[item].parameters()
-        else:
-            shown = type(item).__name__ if isinstance(item, nn.Module) else repr(item)
-            raise InputError(f"ignored: the model has no parameter or module {shown}")
-    return found
-
-
-def _check_precision(specs: Sequence[UnitSpec], precision: Precision) -> None:
-    dtypes = {owned.param.dtype for spec in specs for owned in spec.params}
-    casts = precision.cast_inputs and precision.compute not in (None, torch.float64)
-    if casts and dtypes == {torch.float64}:
-        raise InputError(
-            f"Precision(compute={precision.compute}) would cast the model's inputs, while float64 "
-            "parameters, which all of its are, stay float64. Convert the model first, or pass "
-            "cast_inputs=False"
-        )
-    wanted = precision.master == "split" and bool(dtypes)
-    if wanted and not any(precision.resolve(dtype).split for dtype in dtypes):
-        raise InputError(
-            f"Precision(master='split') needs bf16 compute, and the parameters are {dtypes}: pass "
-            "compute=torch.bfloat16"
-        )
