@@ -20,7 +20,6 @@ BENCHMARKS = {
     "plan": "step times that zshard plan predicts, over measured ones",
     "checkpoint": "saving and loading, beside torch.distributed.checkpoint and a plain copy",
 }
-_OPTIONAL = ("matplotlib", "tabulate", "tqdm")
 
 
 def run(
@@ -39,10 +38,10 @@ def run(
     try:
         import_module(f"bench_{name}").main(arguments, f"zshard bench {name}")
     except ModuleNotFoundError as error:
-        if error.name not in _OPTIONAL:
+        if error.name != "matplotlib":
             raise
         raise MissingPackage(
-            f"bench {name} needs {error.name}, which is not installed: pip install {error.name}"
+            f"bench {name} needs matplotlib, which is not installed: pip install matplotlib"
         ) from None
 
 
