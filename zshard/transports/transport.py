@@ -115,12 +115,7 @@ def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
         if first:
             _LOG.info("comm='group': GPUs read each other's memory where comm='peer' asks for it")
         return shards
-    carried: Ranks | None = None
-    hindrance: Refusal | None = None
-    if shards.size <= _MOST_RANKS:
-        carried, hindrance = _reached(shards)
-    else:
-        hindrance = Refusal("WrapError", f"{shards.size} ranks, where {_MOST_RANKS} is the most")
+    carried, hindrance = _reached(shards)
     if replicas.size > 1:
         everyone = cast("list[Refusal | None]", replicas.all_gather_object(hindrance))
         hindrance = hindrance or next(filter(None, everyone), None)
@@ -150,6 +145,8 @@ def _reached(ranks: Ranks) -> tuple[Ranks | None, Refusal | None]:
     """``ranks`` over shared memory, or what hinders them; alike on all of them."""
     group, device = ranks.group, ranks.device
     assert group is not None
+    if ranks.size > _MOST_RANKS:
+        return None, Refusal("WrapError", f"{ranks.size} ranks, where {_MOST_RANKS} is the most")
     if ranks.neighbours is not None:
         return PeerRanks(group, device, ranks.neighbours), None
     processes, problem = ranks.found or find_each_other(ranks)
