@@ -103,7 +103,7 @@ def load(
             attempts -= 1
             seen: list[tuple[str, str]] = []
             try:
-                return _load(path, label, model, optimizer, peers, seen, strict=strict, rng=rng)
+                return _load(schedule, path, optimizer, peers, seen, strict=strict, rng=rng)
             except Exception as error:  # on the others it is a CheckpointError, if not one of ours
                 ours = isinstance(error, Error) and not isinstance(error, CheckpointError)
                 if ours or not attempts:
@@ -122,9 +122,8 @@ def _is_another(path: StrPath, seen: list[tuple[str, str]]) -> bool:
 
 
 def _load(
+    schedule: Schedule,
     path: StrPath,
-    label: str,
-    model: nn.Module,
     optimizer: Optimizer | None,
     peers: Peers,
     seen: list[tuple[str, str]],  # takes where the checkpoint was found, and its id
@@ -132,7 +131,7 @@ def _load(
     strict: bool,
     rng: bool,
 ) -> Loaded:
-    schedule = schedule_of(model)
+    label = shown(path)
 
     def read() -> tuple[str, Manifest]:
         require_flags(strict=strict, rng=rng)
@@ -158,13 +157,7 @@ def _load(
         match.missing += [k for k in inventory.extra_state if k not in saved.extra_state]
         match.unexpected += [k for k in saved.extra_state if k not in inventory.extra_state]
         if rng:
-            states_of, key = saved.tensors.get("rng", {}), f"rank-{peers.world_rank:05d}"
-            if len(states_of) != peers.world_size or key not in states_of:
-                raise CheckpointError(
-                    f"{label} has the random states of {len(states_of)} ranks, and there are "
-                    f"{peers.world_size}; save with rng=True, or leave rng=True out"
-                )
-            match.add(key, states_of[key], HeldWhole(generators, saves=False))
+            _match_generators(match, saved, label, peers, generators)
         match.refuse(label, strict=strict, has_values=not schedule.unusable)
         return match, states
 
@@ -174,7 +167,7 @@ def _load(
         fill(folder, match.pairs, saved.seed)
         if states is not None:
             states.finish()
-        set_extra_state(model, saved.extra_state)
+        set_extra_state(schedule.model, saved.extra_state)
         if rng:
             set_random_state(generators, schedule.device)
 
@@ -182,6 +175,22 @@ def _load(
     if strict:
         schedule.updates.begin_anew()
     return Loaded(saved.extra, match.missing, match.unexpected)
+
+
+def _match_generators(
+    match: Match,
+    saved: Manifest,
+    label: str,
+    peers: Peers,
+    generators: torch.Tensor,  # (NBYTES,) uint8, takes this rank's state
+) -> None:
+    there, own = saved.tensors.get("rng", {}), f"rank-{peers.world_rank:05d}"
+    if len(there) != peers.world_size or own not in there:
+        raise CheckpointError(
+            f"{label} has the random states of {len(there)} ranks, and there are "
+            f"{peers.world_size}; save with rng=True, or leave rng=True out"
+        )
+    match.add(own, there[own], HeldWhole(generators, saves=False))
 
 
 # Of a model whose load failed halfway: the optimizer whose states that has left in part loaded.
