@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zshard
 from zshard.calls import whole
-from zshard.schedule import Schedule
 from zshard.units.flat import Flat
 from zshard.wrap import schedule_of
 
@@ -106,10 +105,10 @@ def together(side: Plain | Wrapped) -> Iterator[None]:
     gathered, begin_call = whole.gathered, schedule_of(side.model).begin_call
     found: dict[int, Tensor] = {}
 
-    def once(flat: Flat, owned: Tensor, schedule: Schedule) -> Tensor:
+    def once(flat: Flat, owned: Tensor) -> Tensor:
         if id(flat) not in found:
             begin_call("a record")
-            found[id(flat)] = gathered(flat, owned, schedule)
+            found[id(flat)] = gathered(flat, owned)
         return found[id(flat)]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -48,7 +48,7 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     call = f"full_param({name!r})"
     with schedule.comm.awaited(call):
         schedule.begin_call(call)
-        full = gathered(flat, flat.master.read(), schedule)
+        full = gathered(flat, flat.master.read())
     return _whole(flat, index, full).to(flat.dtypes.param)
 
 
@@ -90,7 +90,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
                 ".grad = None), while the others still have it. Drop it on every rank"
             )
         flat.grads.before_access(index)
-        full = gathered(flat, flat.grads.owned(), schedule)
+        full = gathered(flat, flat.grads.owned())
     return _whole(flat, index, full)
 
 
@@ -130,7 +130,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     with schedule.comm.awaited("full_params"):
         schedule.begin_call("full_params")
-        wholes = {flat: _stand_ins(flat, schedule) for flat in schedule.flats}
+        wholes = {flat: _stand_ins(flat) for flat in schedule.flats}
     given = [whole for params in wholes.values() for whole in params]
     versions = [flat.version for flat in schedule.flats]
     schedule.whole = True
@@ -247,10 +247,10 @@ def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
     )
 
 
-def gathered(flat: Flat, owned: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+def gathered(flat: Flat, owned: torch.Tensor) -> torch.Tensor:
     """As ``Flat.gathered``, after ``Schedule.begin_call``."""
-    tag = Tag(schedule.executor.step, "gather", flat.unit.label)
-    return flat.gathered(owned, schedule.comm, tag)
+    tag = Tag(flat.schedule.executor.step, "gather", flat.unit.label)
+    return flat.gathered(owned, flat.schedule.comm, tag)
 
 
 def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
@@ -259,9 +259,9 @@ def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
     return view.clone(memory_format=torch.preserve_format)
 
 
-def _stand_ins(flat: Flat, schedule: Schedule) -> list[nn.Parameter]:
+def _stand_ins(flat: Flat) -> list[nn.Parameter]:
     owned = flat.master.read()
-    full = gathered(flat, owned, schedule)
+    full = gathered(flat, owned)
     if full is owned and flat.dtypes.param == full.dtype:
         full = full.clone()  # what is written in there is no new value of the master
     full = full.to(flat.dtypes.param)

@@ -54,13 +54,13 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
             unit.require_parameters()
         if all_ranks:
             schedule.module_buffers.broadcast(schedule.executor.step)
-        whole = {flat: _on_the_host(flat, schedule, wanted) for flat in schedule.flats}
+        whole = {flat: _on_the_host(flat, wanted) for flat in schedule.flats}
     return _with_parameters(model, schedule, whole) if wanted else {}
 
 
-def _on_the_host(flat: Flat, schedule: Schedule, wanted: bool) -> list[nn.Parameter]:
+def _on_the_host(flat: Flat, wanted: bool) -> list[nn.Parameter]:
     """The whole parameters of ``flat``; none where they are not wanted."""
-    full = gathered(flat, flat.master.read(), schedule)
+    full = gathered(flat, flat.master.read())
     if not wanted:
         return []
     params = []
