@@ -259,13 +259,13 @@ class Writer:
                     f"{self.target}: no rank has some of the elements of {task.name}"
                 )
             tensors[task.kind][task.name] = Stored(
-                task.file,
-                task.slab.offset,
-                CODES[task.held.dtype],
-                tuple(task.held.shape),
-                task.held.order,
-                tuple(part.end for part in parts),
-                tuple(part.xxh3 for part in parts),
+                file=task.file,
+                offset=task.slab.offset,
+                dtype=CODES[task.held.dtype],
+                shape=tuple(task.held.shape),
+                order=task.held.order,
+                ends=tuple(part.end for part in parts),
+                xxh3=tuple(part.xxh3 for part in parts),
             )
         folder = os.path.dirname(self.target)
         manifest = Manifest(

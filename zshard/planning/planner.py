@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 
 import torch
 from torch import nn
@@ -146,26 +145,16 @@ class _Planner:
             in_memory = self._machine.in_memory(setup.comm, setup.world_size)
         rehearsal = self._rehearse(setup)
         flats = [self._flats(spec, setup) for spec in self._specs]
+        states = OPTIMIZERS[setup.optimizer]
         units: list[UnitPlan] = []
         sent: list[Collective] = []
         for index, (spec, own) in enumerate(zip(self._specs, flats, strict=True)):
-            label = spec.label
-            states = OPTIMIZERS[setup.optimizer]
-            units.append(
-                UnitPlan(
-                    label,
-                    sum(owned.param.numel() for owned in spec.params),
-                    sum((flat.holding(states) for flat in own), Holding()),
-                    sum(flat.full_bytes for flat in own if not flat.stays),
-                    reduce_buffers_of(own, nccl=self._nccl),
-                    0 if rehearsal is None else rehearsal.units[index].kept,
-                )
-            )
             if rehearsal is not None:
-                gathers = rehearsal.gathers(index)
+                kept, gathers = rehearsal.units[index].kept, rehearsal.gathers(index)
             else:  # as if every unit were called once, in order; see ``Rehearsal.gathers``
-                gathers = 1 if index in (0, len(self._specs) - 1) else 2
-            sent += collectives_of(label, own, gathers)
+                kept, gathers = 0, 1 if index in (0, len(self._specs) - 1) else 2
+            units.append(self._unit(spec, own, states, kept))
+            sent += collectives_of(spec.label, own, gathers)
         line = None
         if timed and rehearsal is not None and self._machine is not None:
             line = forecast(
@@ -174,32 +163,41 @@ class _Planner:
                 rehearsal,
                 self._machine,
                 prefetch=setup.prefetch,
-                optimizer_states=OPTIMIZERS[setup.optimizer],
+                optimizer_states=states,
                 nccl=self._nccl,
                 in_memory=in_memory,
             )
         return Plan(
-            setup,
-            sum(unit.parameters for unit in units),
-            tuple(units),
-            buffers_of(flats, setup.prefetch, nccl=self._nccl),
-            self._activations(rehearsal),
-            tuple(sent),
-            self._machine,
-            line,
-            None if rehearsal is None else rehearsal.flops,
-            self._hbm,
-            self.plan,
+            setup=setup,
+            parameters=sum(unit.parameters for unit in units),
+            units=tuple(units),
+            buffers=buffers_of(flats, setup.prefetch, nccl=self._nccl),
+            activations=self._activations(rehearsal),
+            collectives=tuple(sent),
+            machine=self._machine,
+            timeline=line,
+            flops=None if rehearsal is None else rehearsal.flops,
+            hbm=self._hbm,
+            _again=self.plan,
+        )
+
+    def _unit(self, spec: UnitSpec, flats: list[FlatPlan], states: int, kept: int) -> UnitPlan:
+        return UnitPlan(
+            name=spec.label,
+            parameters=sum(owned.param.numel() for owned in spec.params),
+            holding=sum((flat.holding(states) for flat in flats), Holding()),
+            full_buffer=sum(flat.full_bytes for flat in flats if not flat.stays),
+            reduce_buffers=reduce_buffers_of(flats, nccl=self._nccl),
+            activations=kept,
         )
 
     def _flats(self, spec: UnitSpec, setup: Setup) -> list[FlatPlan]:
-        chosen = partial(strategy_of, setup.strategy)
         return [
             FlatPlan(
                 Layout.of([owned.param for owned in group], setup.world_size),
                 dtypes,
-                chosen(spec.name, spec.module),
-                any(owned.param.requires_grad for owned in group),
+                strategy_of(setup.strategy, spec.name, spec.module),
+                trained=any(owned.param.requires_grad for owned in group),
             )
             for dtypes, group in flat_groups(spec, setup.precision)
         ]

@@ -44,16 +44,16 @@ def operator(func: Any) -> Operator:
         elementwise = _is_pointwise(func) or name in _ELEMENTWISE or _is_in_place_of_pointwise(func)
     return Operator(
         name,
-        elementwise,
-        foreach or name.startswith("aten::_fused_"),
-        name in _ZEROING,
-        schema.is_mutable,
-        tuple(
+        elementwise=elementwise,
+        of_lists=foreach or name.startswith("aten::_fused_"),
+        zeroing=name in _ZEROING,
+        mutable=schema.is_mutable,
+        written=tuple(
             (position, argument.name)
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ),
-        bool(schema.returns),
+        returns=bool(schema.returns),
     )
 
 

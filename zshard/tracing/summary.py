@@ -127,28 +127,33 @@ def summarize(trace: Trace) -> Summary:
     def communication(unit: str, intervals: Iterable[Interval]) -> Communication:
         union = _union(intervals)
         return Communication(
-            unit, sent[unit], _length(union), _common(union, still), stalled[unit], compute[unit]
+            unit,
+            bytes=sent[unit],
+            seconds=_length(union),
+            exposed=_common(union, still),
+            stalled=stalled[unit],
+            compute=compute[unit],
         )
 
     units = [communication(unit, busy.get(unit, ())) for unit in (*trace.units, _REST)]
     everything = _union(interval for intervals in busy.values() for interval in intervals)
     total = Communication(
         "all",
-        sum(sent.values()),
-        _length(everything),
-        _common(everything, still),
-        _length(still),
-        sum(compute.values()),
+        bytes=sum(sent.values()),
+        seconds=_length(everything),
+        exposed=_common(everything, still),
+        stalled=_length(still),
+        compute=sum(compute.values()),
     )
     return Summary(
-        trace.rank,
-        trace.world,
-        trace.seconds,
-        tuple(units),
-        total,
-        _legs(critical_path(trace, row), trace.seconds),
-        _delays(trace),
-        sum(not transfer.complete for transfer in trace.transfers),
+        rank=trace.rank,
+        world=trace.world,
+        seconds=trace.seconds,
+        units=tuple(units),
+        total=total,
+        path=_legs(critical_path(trace, row), trace.seconds),
+        stalls=_delays(trace),
+        cut=sum(not transfer.complete for transfer in trace.transfers),
     )
 
 

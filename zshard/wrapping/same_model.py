@@ -51,14 +51,14 @@ def check(
     """
     facts = [
         _Fact(
-            owned.name,
-            spec.label,
-            strategy.name,
-            tuple(owned.param.shape),
-            dense_stride(owned.param),
-            str(owned.param.dtype),
-            owned.param.requires_grad,
-            owned.param.is_meta,
+            name=owned.name,
+            unit=spec.label,
+            strategy=strategy.name,
+            shape=tuple(owned.param.shape),
+            stride=dense_stride(owned.param),
+            dtype=str(owned.param.dtype),
+            requires_grad=owned.param.requires_grad,
+            on_meta=owned.param.is_meta,
         )
         for spec, strategy in zip(specs, strategies, strict=True)
         for owned in spec.params
