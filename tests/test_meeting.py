@@ -45,13 +45,13 @@ class Alone:
 
 def test_models_may_be_collected_at_any_moment_of_a_meeting() -> None:
     meetings, stays = Meetings(), Member()
-    number = meetings.join(stays)
+    number = meetings.add(stays)
     before = gc.get_threshold()
     try:
         for threshold in range(1, 60):
             gc.set_threshold(threshold, 1, 1)
             for _ in range(30):
-                meetings.join(Member())
+                meetings.add(Member())
                 (told,) = meetings.meet(Alone(), Message(number, Intent.CALL), "it", 0)
                 assert (told.model, told.intent) == (number, Intent.CALL)
     finally:

@@ -49,7 +49,7 @@ class Agreement:
         self._backward: Key = ()  # of the last one
         self._loose = False  # whether ranks have left a program, and meet at passes' ends as well
         self._meetings = meetings_of(comm)
-        self.number = self._meetings.join(self)
+        self.number = self._meetings.add(self)
 
     @awaited("the beginning of a pass")
     def begin(

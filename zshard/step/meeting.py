@@ -101,12 +101,12 @@ class Meetings:
         self.left = self.open = False
         self._forwards: list[Member] = []  # in which one is under way, the outermost first
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
-        self._joined = 0
+        self._added = 0
 
-    def join(self, member: Member) -> int:
+    def add(self, member: Member) -> int:
         """Let ``member`` be asked; its number, which it has on every rank."""
-        number = self._joined
-        self._joined += 1
+        number = self._added
+        self._added += 1
         self._members[number] = member
         return number
 
