@@ -11,7 +11,8 @@ from .errors import Error
 if TYPE_CHECKING:
     from .comm import Comm
 
-# Ours are raised on every rank, or told; torch's own (memory) come alike, or a meeting finds them.
+# What no rank has to give up for. The other ranks raise our errors as well, or are told of them; of
+# torch's own (out of memory, say) they raise the same, or learn in the next meeting.
 TOLD = (Error, RuntimeError, MemoryError)
 
 Method = TypeVar("Method", bound=Callable[..., object])

@@ -221,7 +221,7 @@ class Unit:
             self._gathers.clear()  # which do not go on by themselves
         self._finish_gathers()
         if self.state is State.SHARDED:
-            self._enter(State.SHARDED)  # which refuses it
+            self._enter(State.SHARDED)  # raises
         # Else the state comes last: should an exception come here, all is done again.
         for flat in self.flats:
             flat.full.mark(valid=False)

@@ -43,7 +43,7 @@ class Agreement:
         self._units, self._comm = tuple(units), comm
         self._executor, self._prefetch = executor, prefetch
         self.prefetched, self._drop_backward = Prefetched(executor, prefetch), drop_backward
-        self.before_meeting: Callable[[], None] = lambda: None  # the backward's
+        self.before_meeting: Callable[[], None] = lambda: None  # set by the backward
         self._names = ""  # of all that is trained, once a backward has asked
         self._programs, self._pass = Programs(), Pass()
         self._backward: Key = ()  # of the last one

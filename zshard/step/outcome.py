@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     sum_of_squares: torch.Tensor  # 0-d float64, on the device
     non_finite: torch.Tensor  # 0-d float64, on the device: not 0 if any gradient is not finite
     failures: int  # ranks whose backward raised
-    failed_ranks: int  # the sum of theirs: of a single one, which it is
+    failed_ranks: int  # the sum of those ranks' numbers: where there is one, its number
     strays: int  # ranks whose backward took another way than before
     present: list[bool]  # of each trained parameter, whether any rank has a gradient
 
@@ -58,9 +58,10 @@ class OutcomeSum:
         failed = ending is not Ending.WELL
         mine = [failed, failed * comm.world_rank, ending is Ending.STRAYED, *present]
         told = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        joined = torch.cat([stats, told]) if stats.is_cpu else None
-        self._messages = [stats, told] if joined is None else [joined]
-        self._stats, self._told = (stats, told) if joined is None else (joined[:2], joined[2:])
+        self._stats, self._told, self._messages = stats, told, [stats, told]
+        if stats.is_cpu:
+            joined = torch.cat([stats, told])
+            self._stats, self._told, self._messages = joined[:2], joined[2:], [joined]
         self._comm = comm
         self._handles: list[Handle] = []
 

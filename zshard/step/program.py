@@ -79,8 +79,8 @@ class Pass:
     Attributes:
         key: what kind of pass it is.
         program: what it follows; None where it goes from meeting to meeting.
-        trained: units that end up reduced; where no need says when, in this order.
-        reduces: whether they still have to be.
+        trained: units that it reduces; those that were not before its end, there in this order.
+        reduces: whether it is a backward that reduces them, and has not ended.
         follows: whether it began with a program.
         to_be_learned: whether ranks have needed what is in no program, so there is a new one.
         meets_at_end: whether a meeting ends it.

@@ -45,7 +45,7 @@ class Reducer:
         self.all_flats = [flat for unit in units for flat in unit.flats]
         self.trained_flats: list[Flat] = []  # those with anything to be trained
         self._comm, self._pool, self._updates = comm, pool, updates
-        self.on_strayed: Callable[[], None] = lambda: None  # the agreement's
+        self.on_strayed: Callable[[], None] = lambda: None  # set by the backward
         self._in_flight: list[PendingReduction] = []  # that use reduce buffers, in order
         self._apart: PendingReduction | None = None  # the last that uses no reduce buffer
         self._pending: list[PendingReduction] = []  # of this backward

@@ -65,7 +65,7 @@ class Updates:
         self._flats = [flat for unit in units for flat in unit.flats]
         self._comm = comm
         self._checksum = self._of_gradients = 0  # of all that was noted
-        self._not_made = 0  # what the flat buffers' versions say was changed, and was not
+        self._not_made = 0  # changes that the flat buffers' versions count, and that were not made
         # Since the last check, for errors: all, and what was of gradients alone.
         self._noted: dict[str, object] = {}
         self._noted_of_gradients: set[str] = set()

@@ -26,7 +26,7 @@ _MAILBOX_BYTES = 1 << 20  # of each rank
 _NOTE_BYTES = 256
 _SMALL_SUM = 1 << 16  # bytes: sums below have a window of their own, to be waited for later
 _FAILED = "!"  # starts the note of a rank that has given up
-_LOST = _FAILED + "!"  # of one that has left a reset, and in it half a collective of the group
+_LOST = _FAILED + "!"  # of one that has left a reset, in it a collective of the group half done
 _TEXTS = 1024  # kept at a time: each save has a path of its own
 
 

@@ -21,7 +21,7 @@ class Refusal(NamedTuple):
 
     kind: str  # name of the class of zshard's errors that it is of
     text: str
-    lack: bool = False  # all that is wrong is too little memory to share; says which rank's
+    lack: bool = False  # only memory to share is lacking; ``text`` says already on which rank
 
     @classmethod
     def of(cls, failure: Exception | None, other: type[Error] = WrapError) -> Refusal | None:

@@ -76,7 +76,7 @@ def _made_by_hook(module: nn.Module, name: str) -> bool:
 
 
 def _overlap(a: _Located, b: _Located) -> bool:
-    """Whether two tensors, whose bytes lie between each other, have an element in common."""
+    """Whether two tensors, whose ranges of bytes overlap, have an element in common."""
     if a.tensor.is_contiguous() and b.tensor.is_contiguous():
         return True
     origin = min(a.begin, b.begin)

@@ -82,7 +82,7 @@ def check(
 
 
 def _alike(told: object, comm: Comm, tag: Tag) -> bool:
-    """Whether every rank has this to tell; if so, its length and N do not multiply."""
+    """Whether all ranks have the same to tell, by its hash: then it is sent to nobody."""
     mine = hashlib.sha256(repr(told).encode()).digest()
     return len(set(comm.all_gather_object(mine, tag))) == 1
 
