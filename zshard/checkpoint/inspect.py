@@ -21,8 +21,8 @@ from .reader import fill
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The tensors of one kind: "model", "master", "optimizer", "rng"."""
+class Totals:
+    """Of the tensors of one kind: "model", "master", "optimizer", "rng"."""
 
     tensors: int
     elements: int
@@ -51,7 +51,7 @@ class Summary:
     ranks: int
     exported: bool
     parameters: int
-    kinds: dict[str, Kind]
+    kinds: dict[str, Totals]
     optimizer: str | None
     step: int | None
     extra: Json
@@ -151,7 +151,7 @@ def summarize(path: str) -> Summary:
         ranks=manifest.ranks,
         exported=manifest.sequence == 0,
         parameters=sum(prod(t.shape) for name, t in model.items() if name not in buffers),
-        kinds={kind: _kind(tensors) for kind, tensors in manifest.tensors.items() if tensors},
+        kinds={kind: _totals(tensors) for kind, tensors in manifest.tensors.items() if tensors},
         optimizer=manifest.optimizer.kind if manifest.optimizer else None,
         step=_step(manifest),
         extra=manifest.extra,
@@ -226,8 +226,8 @@ def _check_each(manifest: Manifest, place: str) -> list[Damage]:
     return damages
 
 
-def _kind(tensors: dict[str, Stored]) -> Kind:
-    return Kind(
+def _totals(tensors: dict[str, Stored]) -> Totals:
+    return Totals(
         tensors=len(tensors),
         elements=sum(prod(stored.shape) for stored in tensors.values()),
         nbytes=sum(stored.nbytes for stored in tensors.values()),
