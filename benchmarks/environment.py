@@ -13,7 +13,7 @@ import torch
 import zshard
 from zshard import _C
 from zshard.errors import InputError
-from zshard.files import write_whole
+from zshard.whole_files import write_whole
 
 
 def processor() -> str:

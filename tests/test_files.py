@@ -13,7 +13,7 @@ import pytest
 
 import zshard
 from zshard.checkpoint.files import File
-from zshard.files import write_whole
+from zshard.whole_files import write_whole
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

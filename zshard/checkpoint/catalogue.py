@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import CheckpointError, InputError
-from ..files import StrPath
+from ..whole_files import StrPath
 from . import files
 from .manifest import NAME, Manifest
 from .manifest_reading import check_files, read_manifest, read_sequence

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, Error, StateError
-from ..files import StrPath
 from ..schedule import Schedule
+from ..whole_files import StrPath
 from ..wrap import schedule_of
 from . import catalogue
 from .held import HeldWhole

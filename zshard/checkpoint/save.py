@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CommError, InputError, StateError
-from ..files import StrPath
 from ..schedule import Schedule
 from ..transports.simulated import require_real
+from ..whole_files import StrPath
 from ..wrap import schedule_of
 from .held import HeldWhole
 from .inventory import as_json

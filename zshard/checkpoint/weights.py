@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, MismatchError
-from ..files import StrPath
+from ..whole_files import StrPath
 from ..wrap import schedule_of
 from .held import Source
 from .inventory import inventory_of

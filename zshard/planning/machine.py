@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..errors import InputError
-from ..files import StrPath, write_whole
 from ..transports.transport import Transport
+from ..whole_files import StrPath, write_whole
 from .work import Call, Work
 
 _LINKS = ("gather", "reduce", "network", "shared")

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..files import StrPath
 from ..layout import Layout
 from ..precision import Precision
 from ..strategy import Choice, strategy_of
 from ..transports.transport import Transport
 from ..unitmap import Units, UnitSpec, check_kinds, flat_groups, unit_map
+from ..whole_files import StrPath
 from .fit import require_bytes
 from .footprint import (
     OPTIMIZERS,

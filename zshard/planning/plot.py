@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files import write_whole
 from ..tracing.plot import PHASE_COLORS
 from ..units.ledger import STATES
+from ..whole_files import write_whole
 from .fit import STRATEGIES
 from .plan import Plan
 from .timeline import Timeline

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..files import StrPath, write_whole
+from ..whole_files import StrPath, write_whole
 from .records import TRACKS, Event, Stall, Transfer
 from .trace import Trace
 

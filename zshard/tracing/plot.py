@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import MissingPackage
-from ..files import StrPath, write_whole
+from ..whole_files import StrPath, write_whole
 from .path import OUTSIDE, pieces
 from .records import TRACKS
 from .trace import Trace

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import StateError
-from ..files import StrPath
+from ..whole_files import StrPath
 from .recorder import Recorder
 from .records import Event, Stall, Transfer
 

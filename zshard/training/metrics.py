@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from ..errors import Error, InputError
-from ..files import write_whole
+from ..whole_files import write_whole
 from .scalars import Scalars
 
 
