@@ -46,17 +46,21 @@ def saving(target: str, save_id: str) -> str:
     return os.path.join(folder, f".{name}.{save_id}.saving")
 
 
+def _has_manifest(place: str) -> bool:
+    return files.exists(os.path.join(place, NAME))
+
+
 def find(target: str) -> str:
     """The folder that ``target``'s checkpoint is in; see [Note: how a checkpoint takes its place].
 
     Raises:
         CheckpointError: if there is none.
     """
-    if files.exists(os.path.join(target, NAME)):
+    if _has_manifest(target):
         return target
     # Not behind a folder with files in it: that is a newer checkpoint, which has lost its manifest.
     vacant = not files.is_folder(target) or not files.names_in(target)
-    if vacant and files.exists(os.path.join(replaced(target), NAME)):
+    if vacant and _has_manifest(replaced(target)):
         return replaced(target)
     if not files.exists(target):
         raise CheckpointError(f"{target}: there is no checkpoint: it does not exist")
@@ -149,7 +153,7 @@ def check_target(target: str, *, exported: bool) -> None:
     """
     if not files.exists(target):
         return
-    if files.exists(os.path.join(target, NAME)):
+    if _has_manifest(target):
         if others := _others_in(target):
             raise CheckpointError(
                 f"{target}: is a checkpoint with other things in it, which would be deleted with "
@@ -199,8 +203,8 @@ def tidy(target: str) -> None:
         if home is None or home in alive:
             continue
         place, displaced = os.path.join(folder, home), os.path.join(folder, name)
-        whole = files.exists(os.path.join(displaced, NAME))  # or a save was killed removing it
-        if whole and not files.exists(os.path.join(place, NAME)):
+        whole = _has_manifest(displaced)  # or a save was killed removing it
+        if whole and not _has_manifest(place):
             with suppress(CheckpointError):  # over something that is no checkpoint; it stays
                 files.rename(displaced, place)
         elif home == own or _is_free(place):
@@ -216,7 +220,7 @@ def _home(name: str) -> str | None:
 def commit(written: str, target: str) -> None:
     """Make the folder ``written`` the checkpoint at ``target``."""
     folder = os.path.dirname(target)
-    displaced = replaced(target) if files.exists(os.path.join(target, NAME)) else None
+    displaced = replaced(target) if _has_manifest(target) else None
     if displaced:
         files.rename(target, displaced)
     try:
