@@ -76,3 +76,18 @@ def test_a_model_may_be_moved_to_where_it_is(
     assert all(param.device == torch.device("cpu") for param in model.parameters())
     models.loss_of(model, models.batches("blocks", 1, 0)[0]).backward()
     assert all(torch.equal(value, values[n]) for n, value in zshard.state_dict(model).items())
+
+
+@pytest.mark.parametrize("name", ["flat", "segment", "local", "fqn"])
+def test_an_attribute_that_a_sharded_parameter_has_itself_is_refused_by_name(name: str) -> None:
+    layer = nn.Linear(4, 2)
+    setattr(layer.bias, name, "mine")
+    with pytest.raises(zshard.WrapError, match=f"bias has an attribute '{name}'"):
+        zshard.wrap(layer)
+    assert getattr(layer.bias, name) == "mine"
+    delattr(layer.bias, name)
+    zshard.wrap(layer)
+    with pytest.raises(AttributeError):
+        setattr(layer.bias, name, "mine")
+    layer(torch.ones(3, 4)).sum().backward()
+    assert layer.bias.grad is not None

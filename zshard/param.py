@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -38,8 +39,8 @@ class Sharded(torch.Tensor):
     """
 
     _local: torch.Tensor | None
-    flat: Flat
-    segment: int  # index of its segment in the flat buffer
+    _flat: Flat
+    _segment: int
     _is_param: bool  # what isinstance(x, torch.nn.Parameter) looks at
 
     # A subclass that keeps torch's functions as they are: only __torch_dispatch__ intervenes.
@@ -70,11 +71,17 @@ class Sharded(torch.Tensor):
         )
         # It has no memory of its own: to_dlpack, which asks no subclass, would give a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(self)
-        self._local, self.flat, self.segment, self._is_param = local, flat, segment, is_param
+        self._local, self._flat, self._segment, self._is_param = local, flat, segment, is_param
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
+
+    # Not to be set: an attribute of the user's of such a name is an error. They are read for every
+    # parameter in every step, so by C alone.
+    flat: Flat = property(attrgetter("_flat"))  # type: ignore[assignment]
+    # Index of its segment in the flat buffer.
+    segment: int = property(attrgetter("_segment"))  # type: ignore[assignment]
 
     @property
     def local(self) -> torch.Tensor:
@@ -309,7 +316,12 @@ class LostGrad(Sharded):
         )
 
 
-_OWN = ("_local", "flat", "segment", "_is_param")
+_OWN = ("_local", "_flat", "_segment", "_is_param")
+
+
+def reserved_attributes(param: torch.Tensor) -> list[str]:
+    """Names of attributes of a plain parameter that would be hidden by those of a sharded one."""
+    return sorted(vars(param).keys() & {*vars(Sharded), *_OWN} - {"__dict__"})
 
 
 def user_attributes(param: torch.Tensor) -> dict[str, object]:

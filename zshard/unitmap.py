@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from .errors import InputError, WrapError
+from .param import reserved_attributes
 from .precision import Dtypes, Precision
 
 Units = (
@@ -236,6 +237,11 @@ def check_kinds(specs: Sequence[UnitSpec]) -> None:
                 raise WrapError(
                     f"{owned.name} is a {type(param).__name__}, not a plain Parameter. Is part of "
                     "the model wrapped already? Wrap a model once, at its root."
+                )
+            if reserved := reserved_attributes(param):
+                raise WrapError(
+                    f"{owned.name} has an attribute {reserved[0]!r}, which in a sharded parameter "
+                    "is zshard's own. Give yours another name."
                 )
             if param.layout is not torch.strided:
                 raise WrapError(
