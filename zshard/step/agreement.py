@@ -79,11 +79,9 @@ class Agreement:
         self.before_meeting()
         settle()
         self._meetings.pause(self)
-        reduces = intent is Intent.BACKWARD
-        # Backward meets units in about the reverse of the unit map's order.
-        trained = [u.index for u in reversed(self._units) if u.trained_count] if reduces else []
-        self._names = self._names or (trained_names(self._units) if reduces else "")
-        names = self._names if reduces else ""
+        names = ""
+        if intent is Intent.BACKWARD:
+            names = self._names = self._names or trained_names(self._units)
         mine = Message(
             self.number,
             intent,
@@ -101,24 +99,28 @@ class Agreement:
             refuse(self._comm, label)
         if len({message.trained for message in messages}) > 1:
             refuse_trained(self._comm, names)
-        key = (intent, mine.trained, *(message.about for message in messages))
-        if reduces:
-            self._backward = key
-        program = self._programs.of(key) if gathers else None
-        self._pass = Pass(
-            key,
-            program,
-            trained,
-            reduces,
-            follows=program is not None,
-            to_be_learned=gathers and program is None,
-            meets_at_end=gathers and (self._loose or program is None),
-        )
+        self._pass = self._begun(mine, messages, gathers)
         if not gathers:
             self._meetings.go_on(self)
         elif intent.is_forward:
             self._meetings.enter_forward(self)
         return messages
+
+    def _begun(self, mine: Message, messages: Sequence[Message], gathers: bool) -> Pass:
+        """The pass that the ranks begin, by what they have told each other."""
+        key = (mine.intent, mine.trained, *(message.about for message in messages))
+        program = self._programs.of(key) if gathers else None
+        begun = Pass(
+            key,
+            program,
+            to_be_learned=gathers and program is None,
+            meets_at_end=gathers and (self._loose or program is None),
+        )
+        if mine.intent is Intent.BACKWARD:
+            # It meets units in about the reverse of the unit map's order.
+            begun.trained = [unit.index for unit in reversed(self._units) if unit.trained_count]
+            begun.reduces, self._backward = True, key
+        return begun
 
     @awaited("the end of a pass")
     def finish(self) -> None:

@@ -98,7 +98,7 @@ class Pass:
     program: Program | None = None
     trained: Sequence[int] = ()
     reduces: bool = False
-    follows: bool = False
+    follows: bool = field(init=False)
     to_be_learned: bool = False
     meets_at_end: bool = False
     needed: list[Turn] = field(default_factory=list)
@@ -111,6 +111,9 @@ class Pass:
     cuts: int = 0
     needed_before: list[Turn] = field(default_factory=list)
     _at: int = 0  # the next turn of the program
+
+    def __post_init__(self) -> None:
+        self.follows = self.program is not None
 
     @property
     def next(self) -> Turn | None:
