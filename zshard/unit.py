@@ -56,7 +56,7 @@ class Unit:
 
     Attributes:
         full_bytes: of the full buffer, all flats together.
-        slot_bytes: what the unit takes of a slot while it is gathered.
+        slot_bytes: what the unit takes of a slot while it is gathered; 0 where it needs none.
     """
 
     def __init__(
@@ -86,8 +86,7 @@ class Unit:
         self._gathered_versions: list[int] = []  # of the flats, as they were gathered last
         self.full_bytes = sum(aligned(flat.full_bytes) for flat in self.flats)
         # zero3 at N > 1: the full buffer is the pool's, for as long as the unit is gathered.
-        self._needs_slot = comm.size > 1 and not strategy.resident and self.full_bytes > 0
-        self.slot_bytes = self.full_bytes if self._needs_slot else 0
+        self.slot_bytes = self.full_bytes if comm.size > 1 and not strategy.resident else 0
         for flat in self.flats:
             pool.ledger.add("parameters", flat.copy.nbytes)
             pool.ledger.add("master", flat.master.nbytes)
@@ -103,8 +102,10 @@ class Unit:
 
     def can_prefetch(self) -> bool:
         """Whether a gather now would neither allocate memory nor push another unit out."""
-        if self.state is not State.SHARDED or not self._needs_slot:
-            return self.state is State.SHARDED
+        if self.state is not State.SHARDED:
+            return False
+        if self.slot_bytes == 0:
+            return True
         if self._home is None:
             self._home = self._pool.free_slot(grow=False)
         return self._home is not None and self._home.owner is None
@@ -123,7 +124,7 @@ class Unit:
             evict: reshards a unit that gives way.
         """
         self._last_gather = tag
-        if self._needs_slot:
+        if self.slot_bytes > 0:
             self._acquire_slot(move, evict)
         self._gathered_versions = []  # an exception may leave some of them unstarted
         self._enter(State.GATHERING)
@@ -298,7 +299,7 @@ class Unit:
         """
         self.check_unwritten()
         output = self.copy_views(output)
-        found = (*tensors_in(output), *tensors_in(args)) if self._needs_slot else ()
+        found = (*tensors_in(output), *tensors_in(args)) if self.slot_bytes else ()
         if any(map(self._is_view(), found)):
             raise ShardedAccessError(
                 f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "
