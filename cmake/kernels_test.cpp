@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/reduce.cuh"
 #include "ops.h"
 #include "twins.h"
 
@@ -108,6 +109,12 @@ void check_reduce(int round) {
     for (int side : {0, 1})
         if (in_place) chunks[side].base = acc[side];
     const Twin<double> stats = memory.bits<double>(2);
+    // At times one value is infinite, or finite with a square that is not.
+    if (numel > 0 && one_in(3)) {
+        const int64_t at = draw(0, numel - 1), rank = draw(0, world_size - 1);
+        const double value = wide && one_in(2) ? 1e200 : INFINITY;
+        for (const Rows& rows : chunks) put(rows, rank, at, value);
+    }
     const auto make = [&](int side) {
         return ReduceArgs{.acc = acc[side],
                           .acc_dtype = acc_dtype,
@@ -120,6 +127,24 @@ void check_reduce(int round) {
     };
     memory.check_same(cpu::reduce, cuda::reduce, make,
                       where("reduce round", round, "numel", numel, "world_size", world_size));
+}
+
+// The blocks' sums of a reduction, more of them than the kernel has lanes: as they are documented.
+void check_stats(int64_t blocks) {
+    std::vector<cuda::Partial> partials(blocks);
+    std::vector<double> lanes(kSquareLanes);
+    const bool bad = one_in(2);
+    for (int64_t b = 0; b < blocks; ++b) {
+        const double sum = 1.0 / static_cast<double>(draw(1, 1000));
+        partials[b] = {sum, bad && b == blocks / 2};
+        lanes[b % kSquareLanes] += sum;
+    }
+    for (int half = kSquareLanes / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    double stats[2] = {-1.0, -1.0};
+    cuda::finish_stats("reduce_", partials.data(), blocks, stats);
+    check_equal(stats[0], lanes[0], where("sum of", blocks, "blocks"));
+    check_equal(stats[1], bad && blocks > 0 ? 1.0 : 0.0, where("flag of", blocks, "blocks"));
 }
 
 void check_clip(int round) {
@@ -307,6 +332,8 @@ int main() {
     for (int round = 0; round < 40; ++round) check_master(round);
     for (int round = 0; round < 80; ++round) check_cast(round);
     for (int round = 0; round < 150; ++round) check_reduce(round);
+    for (const int64_t blocks : {0, 1, 1023, 1024, 1025, 4096, 5000, 8192, 8193, 20'001})
+        for (int round = 0; round < 3; ++round) check_stats(blocks);
     for (int round = 0; round < 40; ++round) check_clip(round);
     for (int round = 0; round < 8; ++round) {
         check_pack(round, true);

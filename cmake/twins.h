@@ -120,4 +120,16 @@ inline std::array<Rows, 2> draw_rows(Memory& memory, Dtype dtype, int64_t count,
     return rows;
 }
 
+// Writes one element of a row.
+inline void put(const Rows& rows, int64_t rank, int64_t at, double value) {
+    if (rows.dtype == Dtype::kFloat64) {
+        const_cast<double*>(rows.row<double>(rank))[at] = value;
+        return;
+    }
+    dispatch(rows.dtype, [&](auto type) {
+        using T = decltype(type);
+        const_cast<T*>(rows.row<T>(rank))[at] = convert<T>(static_cast<float>(value));
+    });
+}
+
 }  // namespace zshard::test

@@ -26,12 +26,13 @@ BLOCKS = {
     "cast_kernel<": 5,
     "clip_kernel<": 1,
     "join_kernel": 4,
+    "measure_kernel<": 5,
     "move_kernel<": 5,
     "optim_kernel<": 5,  # AdamW 6, but for sm_120
     "plan_kernel<": 1,
     "reduce_adamw_kernel<": 3,
     "reduce_kernel<double": 2,
-    "reduce_kernel<": 3,
+    "reduce_kernel<": 5,
     "split_kernel": 4,
     "stats_kernel": 1,
     "strided_kernel<": 4,
@@ -43,6 +44,7 @@ BLOCKS = {
 STREAMING = {
     "cast_kernel": 64,
     "join_kernel": 64,
+    "measure_kernel": 64,
     "move_kernel": 64,
     "optim_kernel": 40,
     "reduce_adamw_kernel": 64,
@@ -51,6 +53,7 @@ STREAMING = {
 }
 # Where elements become wider, as many loads are of half the bytes.
 WIDENING = re.compile(
+    r"measure_kernel<(Bf16|Fp16)>|"
     r"cast_kernel<(float, (Bf16|Fp16)|double, float)>|"
     r"move_kernel<(true, float, (Bf16|Fp16)|false, (Bf16|Fp16), float),"
 )
@@ -58,7 +61,7 @@ WIDENING = re.compile(
 
 # [Note: kernels that follow]: those that do, and those that let others.
 FOLLOWERS = {"optim_kernel", "reduce_adamw_kernel", "stats_kernel"}
-FOLLOWED = {"plan_kernel", "reduce_kernel", "reduce_adamw_kernel"}
+FOLLOWED = {"plan_kernel", "measure_kernel", "reduce_kernel", "reduce_adamw_kernel"}
 
 
 class Kernel(NamedTuple):
@@ -188,7 +191,9 @@ def test_a_streaming_kernel_moves_16_bytes_at_a_time(hopper: dict[str, str]) -> 
     narrow = []
     for full, code in hopper.items():
         name, _, dtypes = full.partition("<")
-        small = name == "reduce_kernel" and not re.search("float|double", dtypes)
+        small = name in ("reduce_kernel", "measure_kernel") and not re.search(
+            "float|double", dtypes
+        )
         size = "64" if small else "128"
         if name in STREAMING and not re.search(rf"\b(LDG|STG)\.E\.{size}\b", code):
             narrow.append(f"{full} on sm_90 has no access of {int(size) // 8} bytes")

@@ -22,7 +22,7 @@ __device__ void store_group(T* p, int64_t i, int64_t numel, const Vector<T, kSqu
 // Blocks that a multiprocessor is to hold at a time, enough to keep its share of the memory's
 // bandwidth busy. fp64 takes twice the registers, and has twice the bytes under way.
 template <typename Acc>
-constexpr int kReduceBlocks = sizeof(Acc) == 8 ? 2 : 3;
+constexpr int kReduceBlocks = sizeof(Acc) == 8 ? 2 : 5;
 
 // aligned: acc and every chunk begin at a whole vector.
 // partials: one for each block of kSquareBlock elements, or null.
@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
     const int64_t begin = blockIdx.x * int64_t{kSquareBlock};
     const auto reduce = [&](auto kWhole) {
         const auto put = [&](int row, const Vector<Acc, kSquareGroup>& group) {
-            if (!args.in_place)
-                store_group<kWhole>(acc + begin, place(row), args.numel - begin, group);
+            store_group<kWhole>(acc + begin, place(row), args.numel - begin, group);
         };
         return reduce_block<kWhole, Acc, Chunk>(args.chunks, begin, args.numel, args.scale,
                                                 args.accumulate ? acc : nullptr, put);
@@ -46,6 +45,17 @@ __global__ void __launch_bounds__(kThreads, kReduceBlocks<Acc>)
     record(mine, partials);
 }
 
+// As reduce_kernel, of one row that stays as it is: it is only read.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kReduceBlocks<T>)
+    measure_kernel(const T* values, int64_t numel, bool aligned, Partial* partials) {
+    let_follow();
+    const int64_t begin = blockIdx.x * int64_t{kSquareBlock};
+    record(aligned && begin + kSquareBlock <= numel ? measure_block<true>(values, begin, numel)
+                                                    : measure_block<false>(values, begin, numel),
+           partials);
+}
+
 // One block of kSquareLanes threads: the blocks' sums in the order of [Note: sum of squares].
 __global__ void __launch_bounds__(kSquareLanes)
     stats_kernel(const Partial* partials, int64_t count, double* stats) {
@@ -53,10 +63,21 @@ __global__ void __launch_bounds__(kSquareLanes)
     await_predecessor();
     double sum = 0.0;
     bool bad = false;
-#pragma unroll 4
-    for (int64_t i = threadIdx.x; i < count; i += kSquareLanes) {
-        sum += partials[i].sum;
-        bad |= partials[i].bad;
+    // All of a round are under way at once, the last round's too: no load is behind a branch, and
+    // what is read again in the place of something missing counts as 0.
+    constexpr unsigned kUnroll = 4;
+    const auto end = static_cast<unsigned>(count);  // a grid has fewer blocks than 2^31
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < end; i += kUnroll * kSquareLanes) {
+        Partial loaded[kUnroll];
+#pragma unroll
+        for (unsigned u = 0; u < kUnroll; ++u)
+            loaded[u] = partials[min(i + u * kSquareLanes, end - 1)];
+#pragma unroll
+        for (unsigned u = 0; u < kUnroll; ++u) {
+            sum += i + u * kSquareLanes < end ? loaded[u].sum : 0.0;
+            bad |= loaded[u].bad;  // once more, of one that is read again
+        }
     }
     lanes[threadIdx.x] = sum;
     bad = __syncthreads_or(bad);
@@ -77,8 +98,13 @@ void reduce_typed(const ReduceArgs& args) {
         bool aligned = is_aligned<kSquareGroup>(static_cast<const Acc*>(args.acc));
         for (int64_t rank = 0; rank < args.chunks.count; ++rank)
             aligned &= is_aligned<kSquareGroup>(args.chunks.row<Chunk>(rank));
-        launch("reduce_", reduce_kernel<Acc, Chunk>, static_cast<unsigned>(blocks), kThreads, args,
-               aligned, partials);
+        const auto grid = static_cast<unsigned>(blocks);
+        if (!args.in_place) {
+            launch("reduce_", reduce_kernel<Acc, Chunk>, grid, kThreads, args, aligned, partials);
+        } else if (partials != nullptr) {
+            launch("reduce_", measure_kernel<Acc>, grid, kThreads,
+                   static_cast<const Acc*>(args.acc), args.numel, aligned, partials);
+        }
     }
     if (args.stats == nullptr) return;
     finish_stats("reduce_", partials, blocks, args.stats);

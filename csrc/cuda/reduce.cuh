@@ -54,9 +54,31 @@ __device__ inline int64_t place(int row) {
     return int64_t{row * kRow} + threadIdx.x * kSquareGroup;
 }
 
+// What a thread adds up of a block's squares: its rows, then its group. [Note: sum of squares]
+template <typename W>
+class Squares {
+ public:
+    __device__ void add(int row, int k, double x) {
+        if constexpr (kOverflows) bad_ |= !isfinite(x);
+        sums_[k] = row == 0 ? x * x : sums_[k] + x * x;
+    }
+
+    __device__ Partial partial() const {
+        static_assert(kSquareGroup == 4);
+        const double sum = (sums_[0] + sums_[2]) + (sums_[1] + sums_[3]);
+        return {sum, kOverflows ? bad_ : !isfinite(sum)};
+    }
+
+ private:
+    // Squares of fp32 do not overflow fp64, however many are added: their sum tells it of all.
+    static constexpr bool kOverflows = sizeof(W) == sizeof(double);
+    double sums_[kSquareGroup] = {};
+    bool bad_ = false;
+};
+
 // Sums a block's part of the chunks in rank order, scales it and, where `add` is not null, adds it
 // to what is there; hands each row's group to put(row, group), and returns the squares as far as
-// this thread adds them: its rows, then its group. [Note: sum of squares]
+// this thread adds them.
 // kWhole: every element of the block exists, at an aligned place. A load behind a branch is waited
 // for at once; without branches those of all rows, and of two ranks, are under way together.
 template <bool kWhole, typename Acc, typename Chunk, typename Put>
@@ -80,8 +102,7 @@ __device__ Partial reduce_block(const Rows& chunks, int64_t begin, int64_t numel
                 wide[row][k] = rank == 0 ? value : wide[row][k] + value;
             }
     }
-    double squares[kSquareGroup] = {};
-    bool bad = false;
+    Squares<W> squares;
     Vector<Acc, kSquareGroup> stored[kSquareRows] = {};
     if (add != nullptr) {
         const bool aligned = is_aligned<kSquareGroup>(add + begin);
@@ -97,14 +118,29 @@ __device__ Partial reduce_block(const Rows& chunks, int64_t begin, int64_t numel
             const W value = wide[row][k] * static_cast<W>(scale);
             values[k] = convert<Acc>(add != nullptr ? convert<W>(values[k]) + value : value);
             if (!kWhole && begin + place(row) + k >= numel) values[k] = Acc{};
-            const double x = convert<W>(values[k]);
-            bad |= !isfinite(x);
-            squares[k] = row == 0 ? x * x : squares[k] + x * x;
+            squares.add(row, k, convert<W>(values[k]));
         }
         put(row, stored[row]);
     }
-    static_assert(kSquareGroup == 4);
-    return {(squares[0] + squares[2]) + (squares[1] + squares[3]), bad};
+    return squares.partial();
+}
+
+// The squares alone, of a block of values that stay as they are.
+template <bool kWhole, typename T>
+__device__ Partial measure_block(const T* values, int64_t begin, int64_t numel) {
+    using W = Wide<T>;
+    const bool aligned = is_aligned<kSquareGroup>(values + begin);
+    Vector<T, kSquareGroup> loaded[kSquareRows];
+#pragma unroll
+    for (int row = 0; row < kSquareRows; ++row)
+        loaded[row] = load_group<kWhole>(values + begin, place(row), numel - begin, aligned);
+    Squares<W> squares;
+#pragma unroll
+    for (int row = 0; row < kSquareRows; ++row)
+#pragma unroll
+        for (int k = 0; k < kSquareGroup; ++k)
+            squares.add(row, k, convert<W>(loaded[row].values[k]));
+    return squares.partial();
 }
 
 // Adds up what the threads of a block have, once, and leaves it in `partials`, unless that is null.
