@@ -81,3 +81,34 @@ def test_files_of_shards_are_refused(tmp_path: Path) -> None:
     save_file(zshard.state_dict(model), tmp_path / "x.safetensors")
     whole = load_file(tmp_path / "x.safetensors")["weight"]
     assert torch.equal(whole, zshard.full_param(model, "weight"))
+
+
+def test_a_list_may_hold_buffers_beside_sharded_parameters() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 5)) for _ in range(2)]
+    wrapped = [zshard.wrap(copy.deepcopy(model)) for model in models]
+    for average, model in (models, wrapped):
+        model(torch.arange(6.0).view(2, 3))  # which changes the buffers
+        ours, theirs = (
+            [each for each in (*m.buffers(), *m.parameters()) if each.is_floating_point()]
+            for m in (average, model)
+        )
+        with torch.no_grad():
+            torch._foreach_lerp_(ours, theirs, 0.3)
+            torch._foreach_mul_(ours, [1.5] * len(ours))
+            doubled = torch._foreach_add(ours, ours)
+            torch._foreach_copy_(ours, doubled)
+        assert [each.shape for each in doubled] == [each.shape for each in ours]
+    torch.testing.assert_close(
+        zshard.state_dict(wrapped[0]), models[0].state_dict(), rtol=0, atol=0
+    )
+
+
+def test_a_plain_tensor_in_the_row_of_a_sharded_one_is_refused_before_anything_has_changed() -> (
+    None
+):
+    model = zshard.wrap(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 5)))
+    buffer, weight = model[0].running_var, model[1].weight.detach()
+    with pytest.raises(zshard.ShardedAccessError, match=r"mixes the sharded '1\.weight'"):
+        torch._foreach_mul_([buffer, weight], [torch.ones(3) * 2, torch.ones(5, 3)])
+    assert torch.equal(buffer, torch.ones(3))

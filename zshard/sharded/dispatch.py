@@ -18,6 +18,7 @@ from ..param import Sharded, ShardedGrad
 from ..units.storage import storage_of
 from .operators import Operator, operator
 from .refusals import refuse_plain, refuse_split, refuse_to_divide, refuse_whole_tensor_op
+from .rows import apart, plain_rows
 from .slices import own_slice, recut
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     if func is _TO_COPY and _stays(sharded[0], kwargs):
         return sharded[0]
     _check_elementwise(func, op, sharded[0])
+    if op.of_lists and (plain := plain_rows(args, kwargs)):
+        results = apart(func, args, kwargs, plain, run)
+        return results if not op.mutable else args[0] if op.returns else None
     if len(sharded) > 1:
         args, kwargs = _cut_alike(op, args, kwargs)
     if func in _ALIASES:

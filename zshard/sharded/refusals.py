@@ -66,9 +66,7 @@ def refuse_plain(name: str, first: Sharded, plain: torch.Tensor, *, of_optimizer
     """
     state = (
         "In an optimizer, its state is of whole tensors, made before zshard.wrap or loaded "
-        "from a plain state_dict, which zshard's optimizers take; or one of its groups has "
-        "parameters that are not sharded (ignored=) beside sharded ones, which takes a "
-        "group of their own for fused=True or foreach=True."
+        "from a plain state_dict, which zshard's optimizers take."
     )
     advice = f"{state} Elsewhere: {_remedy(first)}" if of_optimizer else f"{_remedy(first)} {state}"
     raise ShardedAccessError(
