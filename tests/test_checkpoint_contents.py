@@ -13,6 +13,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zshard
 from zshard.checkpoint import writer
@@ -232,3 +233,20 @@ def test_a_sparse_buffer_is_refused_by_name(tmp_path: Path) -> None:
     model.register_buffer("mask", torch.eye(2).to_sparse())
     with pytest.raises(zshard.InputError, match=r"mask is a tensor of torch\.sparse_coo"):
         zshard.save(tmp_path / "a", zshard.wrap(model))
+
+
+def test_a_weight_of_a_class_of_its_own_is_refused_by_name_and_goes_through_torch_save(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    two = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))  # as a quantised weight and its scales
+    model[0].weight = nn.Parameter(two, requires_grad=False)
+    with pytest.raises(zshard.WrapError, match=r"0\.weight is a .*TwoTensor.* ignored="):
+        zshard.wrap(model)
+    zshard.wrap(model, ignored=["0.weight"])
+    with pytest.raises(zshard.InputError, match=r"0\.weight is a .*TwoTensor.*torch\.save"):
+        zshard.save(tmp_path / "a", model)
+    torch.save(zshard.state_dict(model), tmp_path / "b")
+    saved = torch.load(tmp_path / "b", weights_only=False)
+    assert torch.equal(saved["0.weight"].a, two.a)
+    assert torch.equal(saved["1.weight"], zshard.full_param(model, "1.weight"))

@@ -235,8 +235,9 @@ def check_kinds(specs: Sequence[UnitSpec]) -> None:
                 )
             if type(param) is not nn.Parameter:
                 raise WrapError(
-                    f"{owned.name} is a {type(param).__name__}, not a plain Parameter. Is part of "
-                    "the model wrapped already? Wrap a model once, at its root."
+                    f"{owned.name} is a {type(param).__name__}, not a plain Parameter. Where part "
+                    "of the model is wrapped already, wrap it once, at its root; a frozen weight "
+                    "of another library's kind (quantised, say) stays whole with ignored=."
                 )
             if reserved := reserved_attributes(param):
                 raise WrapError(

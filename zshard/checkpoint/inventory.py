@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import InputError
 from ..layout import Range
@@ -58,7 +59,8 @@ def inventory_of(schedule: Schedule) -> Inventory:
     """What the wrapped model holds.
 
     Raises:
-        InputError: for an extra state that JSON cannot hold; for a tensor that is sparse.
+        InputError: for an extra state that JSON cannot hold; for a tensor that is sparse or whose
+            class keeps its values in others.
         StateError, WrapError: for parameters or modules replaced, added or removed after wrap.
     """
     schedule.structure.check_unchanged()
@@ -94,6 +96,12 @@ def _held(name: str, tensor: Tensor, first: bool) -> HeldWhole:
         raise InputError(
             f"{name} is a tensor of {tensor.layout}, which checkpoints do not hold; make it dense, "
             "or a buffer with persistent=False"
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise InputError(
+            f"{name} is a {type(tensor).__name__}, which checkpoints do not hold: save the model "
+            "by torch.save(zshard.state_dict(model), path), or make this a buffer with "
+            "persistent=False"
         )
     return HeldWhole(tensor, saves=first)
 

@@ -99,7 +99,8 @@ def _remedy(param: Sharded) -> str:
     if wrapper := _wrapper_at_work():
         return (
             f"{wrapper} is at work on a model that zshard.wrap has sharded already, which takes "
-            "its place: leave it out."
+            "its place: leave it out. (README, 'Under a trainer', says how, where a library does "
+            "this by itself.)"
         )
     label = param.flat.unit.label
     user = _called_past(param.flat.unit)
