@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 # One for each set of ranks, however many models are wrapped over it, as long as the default group
 # lives: a gloo group holds threads and sockets, and nothing would end one made for a single model.
@@ -44,7 +45,7 @@ def make_group(ranks: Sequence[int], timeout: timedelta, made: int) -> dist.Proc
     _made = made + 1
     c10d, ranks = dist.distributed_c10d, sorted(ranks)
     _, store = c10d._world.pg_map[c10d._get_default_group()]
-    name = c10d.GroupName(f"zshard {made}: ranks {ranks}")
+    name = c10d.GroupName(f"zshard-{made}-{xxhash.xxh3_64_hexdigest(bytes(str(ranks), 'utf-8'))}")
     places = {rank: place for place, rank in enumerate(ranks)}
     group: dist.ProcessGroup
     group, _ = c10d._new_process_group_helper(
