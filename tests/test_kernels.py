@@ -40,7 +40,9 @@ BLOCKS = {
 
 # Kernels that move whole arrays. Each thread asks for this many bytes, in accesses of 8 and more,
 # before it waits for the first: with the blocks above 40 KB a multiprocessor and more. An H200
-# moves 4.8 TB/s after some 700 ns, which is 25 KB for each of its 132 (Little's law).
+# moves 4.8 TB/s after some 700 ns, which is 25 KB for each of its 132 (Little's law). What counts
+# is the busiest place: a reduction's loop over two ranks; of a single row in 16 bits it asks for
+# half as much.
 STREAMING = {
     "cast_kernel": 64,
     "join_kernel": 64,
