@@ -67,7 +67,7 @@ class Comm:
         # torch.distributed's numbers of all ranks, by `world_rank`; errors name ranks by them.
         self.global_ranks = global_ranks
         # The global ranks along both axes: models that have these in common meet each other.
-        self.ranks = self.shards.global_ranks, self.replicas.global_ranks
+        self.ranks_by_axis = self.shards.global_ranks, self.replicas.global_ranks
         world = dist.group.WORLD  # the default group; None without one
         self._world = None if world is None else weakref.ref(world)
         self.broken = False  # a collective has failed; those to come cannot be expected to work

@@ -184,8 +184,8 @@ class Meetings:
                 refuse_but_who_left(comm, label, mine, messages)
 
 
-# By ``Comm.ranks``, as long as the default group lives: in the next one a process that takes the
-# place of another has wrapped fewer models.
+# By ``Comm.ranks_by_axis``, as long as the default group lives: in the next one a process that
+# takes the place of another has wrapped fewer models.
 _MEETINGS: WeakKeyDictionary[dist.ProcessGroup, dict[object, Meetings]] = WeakKeyDictionary()
 _ALONE = Meetings()  # without a group
 
@@ -194,7 +194,7 @@ def meetings_of(comm: Comm) -> Meetings:
     """The meetings of all models that are wrapped over the ranks of ``comm``, by now."""
     if dist.group.WORLD is None:
         return _ALONE
-    return _MEETINGS.setdefault(dist.group.WORLD, {}).setdefault(comm.ranks, Meetings())
+    return _MEETINGS.setdefault(dist.group.WORLD, {}).setdefault(comm.ranks_by_axis, Meetings())
 
 
 def forgo_learning(members: Mapping[int, Member]) -> None:
