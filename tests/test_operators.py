@@ -112,3 +112,20 @@ def test_a_plain_tensor_in_the_row_of_a_sharded_one_is_refused_before_anything_h
     with pytest.raises(zshard.ShardedAccessError, match=r"mixes the sharded '1\.weight'"):
         torch._foreach_mul_([buffer, weight], [torch.ones(3) * 2, torch.ones(5, 3)])
     assert torch.equal(buffer, torch.ones(3))
+
+
+def test_what_lies_beside_the_lists_is_not_taken_apart() -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)))
+    buffer, weight = model[1].running_var, model[0].weight.detach()
+    lists = [[buffer, weight] for _ in range(3)]
+    with pytest.raises(zshard.ShardedAccessError, match="_foreach_addcmul_ mixes"):
+        torch._foreach_addcmul_(*lists, torch.tensor([1.0, 2.0]))
+    with pytest.raises(zshard.ShardedAccessError, match="_foreach_copy_ mixes"):
+        torch._foreach_copy_([weight, buffer], [weight])
+    layer = nn.Linear(3, 5)
+    layer.scale = nn.Parameter(torch.tensor(2.0))
+    zshard.wrap(layer)
+    for plain in ([buffer], [buffer, layer.weight.detach()]):
+        with pytest.raises(zshard.ShardedAccessError, match="_foreach_mul mixes"):
+            torch._foreach_mul(plain, layer.scale.detach())
+    assert torch.equal(buffer, torch.ones(5))

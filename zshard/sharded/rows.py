@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
-
 from ..param import Sharded
 
 
@@ -19,11 +17,11 @@ def plain_rows(args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]
     """The rows without a sharded tensor; none if the arguments cannot be taken apart by rows."""
     values = (*args, *kwargs.values())
     lists = [each for each in values if isinstance(each, (list, tuple)) and len(each) > 0]
-    count = len(lists[0])
+    count = max(map(len, lists), default=0)
     if any(len(each) != count for each in lists):
-        return []
-    if any(isinstance(each, torch.Tensor) and each.ndim > 0 for each in values):
-        return []  # a number for each row, in one tensor
+        return []  # there are no rows, and it is refused
+    if any(isinstance(each, Sharded) for each in values):
+        return []  # it is for all rows
     return [
         row for row in range(count) if not any(isinstance(each[row], Sharded) for each in lists)
     ]
@@ -41,7 +39,8 @@ def apart(
     Returns:
         What it returns for each row, in order; nothing, if it returns nothing.
     """
-    count = max(len(each) for each in args if isinstance(each, (list, tuple)))
+    values = (*args, *kwargs.values())
+    count = max(len(each) for each in values if isinstance(each, (list, tuple)))
     others = [row for row in range(count) if row not in plain]
     results: dict[int, object] = {}
 
