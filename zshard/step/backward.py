@@ -17,14 +17,13 @@ forget: all ranks at once begin anew, after [Note: giving up] in recovery.py: no
 Autograd holds a callback for its end for as long as it runs, so a weak reference to that tells. But
 where a thread of autograd's own runs it, as for a GPU, and it raises, the caller goes on while that
 thread holds on for some milliseconds: who is outside of every backward knows that this one is over.
-(For as long the modules may hold whole parameters.)
 """
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -39,8 +38,8 @@ from .recomputation import Recomputation
 if TYPE_CHECKING:
     from ..schedule import Schedule
 
-# Those of all models that have begun and not ended, in that order.
-_BEGUN: weakref.WeakKeyDictionary[Backward, None] = weakref.WeakKeyDictionary()
+# Those of all models on several ranks that have begun and not ended, in that order.
+_BEGUN: WeakKeyDictionary[Backward, None] = WeakKeyDictionary()
 
 
 class Backward:
@@ -60,12 +59,13 @@ class Backward:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._units, self._root = schedule, schedule.units, schedule.root
         self._executor, self._agreement = schedule.executor, schedule.agreement
-        self._reducer = schedule.reducer
-        self._trained_changed = False
+        self._reducer, self._trained_changed = schedule.reducer, False
+        # One rank has nobody to meet, and other threads may train other models.
+        self._begun = WeakKeyDictionary[Backward, None]() if self._executor.alone else _BEGUN
         self.current: Unit | None = None
         self.sync = self._reduces = True  # the latter: what it was as the last backward began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
-        self._end: weakref.ref[partial[None]] | None = None
+        self._end: ref[partial[None]] | None = None
         self.forwards, self.recomputation = ForwardLog(), Recomputation()
         self._alone = True  # whether no other model had its backward meanwhile
         self._agreement.before_meeting = self._bring_others_back
@@ -119,7 +119,7 @@ class Backward:
         # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
         # gradient after the other to what is there.
         self._reduces = self.sync or (self._executor.alone and self._reducer.has_gradients)
-        others = [each._agreement for each in _BEGUN if each is not self and not each.raised]
+        others = [each._agreement for each in self._begun if each is not self and not each.raised]
         for other in others:
             other.make_way()
         self._meet(self._about(first, forward))
@@ -170,17 +170,17 @@ class Backward:
 
     def _note_models_beside(self) -> None:
         """Note whether other models are in their backward meanwhile, on both sides."""
-        _BEGUN.pop(self, None)
-        beside = list(_BEGUN)
+        self._begun.pop(self, None)
+        beside = list(self._begun)
         for each in (self, *beside):
             each._alone = not beside
-        _BEGUN[self] = None
+        self._begun[self] = None
 
     def _finish_at_the_end(self) -> None:
         """Queue ``_finish`` for the end of this backward, if it does not raise."""
         end = partial(self._finish)  # a new object; see [Note: whether a backward is under way]
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._end = weakref.ref(end, self._give_params_back)
+        self._end = ref(end, self._give_params_back)
 
     def _units_passed_over(self) -> str:
         """The units of which this backward makes no gradient, by number.
@@ -232,7 +232,7 @@ class Backward:
     def _finish(self) -> None:
         """Free every unit and complete the reductions."""
         # From the last to the first, as other ranks may be in the midst of the last.
-        for each in reversed(list(_BEGUN)):
+        for each in reversed(list(self._begun)):
             each._close()
             if each is self:
                 break
@@ -243,14 +243,14 @@ class Backward:
             for flat in self._reducer.trained_flats:
                 flat.grads.hold_back()
         self._executor.enter_state(TrainingState.IDLE)
-        _BEGUN.pop(self, None)
+        self._begun.pop(self, None)
         self.forwards.end_backward()
         if self._reduces:
             self._reducer.run_hooks()
 
     # --- exceptions ------------------------------------------------------------------------------
 
-    def _give_params_back(self, end: weakref.ref[partial[None]]) -> None:
+    def _give_params_back(self, end: ref[partial[None]]) -> None:
         """Put the sharded parameters back for user code, should the backward have raised."""
         for unit in self._units:
             if self._executor.state is not TrainingState.BACKWARD or end is not self._end:
@@ -273,7 +273,7 @@ class Backward:
         Where it did not raise, that came first. Of a backward through several models it is not
         known what came in which order.
         """
-        for each in [each for each in _BEGUN if each is not self and each._alone and each.raised]:
+        for each in [b for b in self._begun if b is not self and b._alone and b.raised]:
             if not each._schedule.comm.is_over:  # else nobody is there
                 each._schedule.reset()
 
@@ -319,7 +319,7 @@ class Backward:
         """Forget what the next backward would go through."""
         self._executor.leave_all()
         self._executor.enter_state(TrainingState.IDLE)
-        _BEGUN.pop(self, None)
+        self._begun.pop(self, None)
         self.current = None
         self.forwards.forget()
         self._lost = False
@@ -345,6 +345,6 @@ class Backward:
                 self._reducer.read_outcome()
         elif self._executor.state is TrainingState.BACKWARD:
             self._reducer.drop()
-        _BEGUN.pop(self, None)
+        self._begun.pop(self, None)
         self.forwards.end_backward()
         self.current = None

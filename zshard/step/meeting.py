@@ -187,13 +187,16 @@ class Meetings:
 # By ``Comm.ranks_by_axis``, as long as the default group lives: in the next one a process that
 # takes the place of another has wrapped fewer models.
 _MEETINGS: WeakKeyDictionary[dist.ProcessGroup, dict[object, Meetings]] = WeakKeyDictionary()
-_ALONE = Meetings()  # without a group
 
 
 def meetings_of(comm: Comm) -> Meetings:
-    """The meetings of all models that are wrapped over the ranks of ``comm``, by now."""
-    if dist.group.WORLD is None:
-        return _ALONE
+    """The meetings of all models that are wrapped over the ranks of ``comm``, by now.
+
+    On one rank there is nobody to meet, and threads may train a model each: each has its own.
+    """
+    if comm.world_size == 1:
+        return Meetings()
+    assert dist.group.WORLD is not None
     return _MEETINGS.setdefault(dist.group.WORLD, {}).setdefault(comm.ranks_by_axis, Meetings())
 
 
