@@ -66,6 +66,19 @@ def test_elementwise_operations_in_place_change_the_slices(change: str) -> None:
     assert torch.equal(zshard.full_param(model, "weight"), plain.weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_tensors_like_a_sharded_one_are_plain(dtype: torch.dtype) -> None:
+    """As hidden states are made outside of forward: weight.new_zeros(layers, batch, width)."""
+    weight = zshard.wrap(nn.Linear(3, 5, dtype=dtype)).weight
+    made = [
+        *(weight.new_zeros(2, 3), weight.data.new_ones(2, 3), weight.new_full((2, 3), 0.5)),
+        *(weight.new_empty(2, 3), weight.new_empty_strided((2, 3), (3, 1))),
+    ]
+    assert all(type(each) is torch.Tensor and each.dtype == dtype for each in made)
+    assert [each.tolist() for each in made[:3]] == [[[x] * 3] * 2 for x in (0.0, 1.0, 0.5)]
+    assert weight.new_zeros(2, dtype=torch.int64).dtype == torch.int64
+
+
 @pytest.mark.parametrize("name", ["untyped_storage", "data_ptr", "numpy"])
 def test_the_memory_of_a_sharded_tensor_is_refused_by_name(name: str) -> None:
     model = zshard.wrap(nn.Linear(3, 5))

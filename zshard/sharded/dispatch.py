@@ -41,16 +41,21 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     """
     op = operator(func)
     sharded = _sharded_in((*args, *kwargs.values()))
-    if func is _TO_COPY and _stays(sharded[0], kwargs):
-        return sharded[0]
-    _check_elementwise(func, op, sharded[0])
+    first = sharded[0]
+    if func is _TO_COPY and _stays(first, kwargs):
+        return first
+    if op.name.startswith("aten::new_") and not isinstance(first, ShardedGrad):
+        # A plain tensor, of which only dtype and device are asked. Of a gradient an optimizer that
+        # needs whole matrices makes its states so, as Adafactor does.
+        return func(torch.empty(0, dtype=first.dtype, device=first.device), *args[1:], **kwargs)
+    _check_elementwise(func, op, first)
     if op.of_lists and (plain := plain_rows(args, kwargs)):
         results = apart(func, args, kwargs, plain, run)
         return results if not op.mutable else args[0] if op.returns else None
     if len(sharded) > 1:
         args, kwargs = _cut_alike(op, args, kwargs)
     if func in _ALIASES:
-        return _alias(func, op, sharded[0], args, kwargs)
+        return _alias(func, op, first, args, kwargs)
     if func is _COPY:
         return _copy(op, args, kwargs)
     if op.zeroing:
