@@ -127,6 +127,12 @@ def test_a_plain_tensor_in_the_row_of_a_sharded_one_is_refused_before_anything_h
     assert torch.equal(buffer, torch.ones(3))
 
 
+def test_a_result_of_lists_is_like_the_sharded_tensor_of_its_row() -> None:
+    a, b, c = (p.detach() for p in zshard.wrap(nn.ParameterList(map(torch.ones, (2, 3, 4)))))
+    found = torch._foreach_mul([torch.tensor(2.0), c, b], [a, c, torch.tensor(3.0)])
+    assert [each.fqn for each in found] == [a.fqn, c.fqn, b.fqn]
+
+
 def test_what_lies_beside_the_lists_is_not_taken_apart() -> None:
     model = zshard.wrap(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)))
     buffer, weight = model[1].running_var, model[0].weight.detach()

@@ -63,7 +63,7 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
     result = _on_slices(func, op, args, kwargs)
     if op.mutable:
         return args[0] if op.returns else None
-    return _mapped(_wrap_like(_sharded_in((*args, *kwargs.values()))), result)
+    return _mapped(_wrap_like([row[0] for row in _computed_together(op, args, kwargs)]), result)
 
 
 def _stays(param: Sharded, asked: Mapping[str, object]) -> bool:
@@ -270,10 +270,10 @@ def _mutated(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) 
     return written
 
 
-def _wrap_like(sharded: list[Sharded]) -> Callable[[object], object]:
-    in_order = iter(sharded)
+def _wrap_like(of_rows: list[Sharded]) -> Callable[[object], object]:
+    in_order = iter(of_rows)
 
     def wrap(x: object) -> object:
-        return next(in_order, sharded[0]).like(x) if isinstance(x, torch.Tensor) else x
+        return next(in_order, of_rows[0]).like(x) if isinstance(x, torch.Tensor) else x
 
     return wrap
