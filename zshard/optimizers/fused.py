@@ -225,15 +225,18 @@ class FusedOptimizer(Optimizer):
         name in torch.optim have, so that it can load them.
         """
         self.lay_out()
-        found = super().state_dict()
-        params = self._numbered(found)
-        found["state"] = {
-            key: sharded_like(params[key], values) if isinstance(key, int) else values
-            for key, values in found["state"].items()
-        }
-        settings = self._torch_settings() | _TORCH_LAUNCHES
-        found["param_groups"] = [settings | group for group in found["param_groups"]]
-        return found
+
+        def as_torchs(_: Optimizer, found: dict[str, Any]) -> None:
+            params = self._numbered(found)
+            found["state"] = {
+                key: sharded_like(params[key], values) if key in params else values
+                for key, values in found["state"].items()
+            }
+            settings = self._torch_settings() | _TORCH_LAUNCHES
+            found["param_groups"] = [settings | group for group in found["param_groups"]]
+
+        with self.register_state_dict_post_hook(as_torchs, prepend=True):  # before the user's
+            return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -246,30 +249,41 @@ class FusedOptimizer(Optimizer):
             OptimizerError: if it is of other parameters, of another rule, or sharded otherwise.
         """
         self.lay_out()
-        theirs, ours = (
-            [len(group["params"]) for group in groups]
-            for groups in (state_dict["param_groups"], self.param_groups)
-        )
-        if theirs != ours:
-            raise OptimizerError(
-                f"the state is of groups of {theirs} parameters, the optimizer has groups of {ours}"
+        saved: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+        def take_states(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            theirs, ours = (
+                [len(group["params"]) for group in groups]
+                for groups in (given["param_groups"], self.param_groups)
             )
-        numbered = self._numbered(state_dict)
-        saved = {
-            numbered[number]: tensors
-            for number, values in state_dict["state"].items()
-            if (tensors := as_tensors(values))
-        }
-        for param, values in saved.items():
-            check_fits(param, values, self.state.get(param, {}))
-        groups = [self.own_settings(group) for group in state_dict["param_groups"]]
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        self._built_for = []
-        self.lay_out()
-        for param, values in saved.items():
-            note_states(type(self).__name__, param, values)
-        self._restore(list(saved.items()))
-        self.tell_ledgers()
+            if theirs != ours:
+                raise OptimizerError(
+                    f"the state is of groups of {theirs} parameters, the optimizer has groups of "
+                    f"{ours}"
+                )
+            params, others = self._numbered(given), {}
+            for key, values in given["state"].items():
+                if key not in params:
+                    others[key] = values  # of no parameter
+                elif tensors := as_tensors(values):
+                    param = params[key]
+                    check_fits(param, tensors, self.state.get(param, {}))
+                    saved[param] = tensors
+            own_groups = [self.own_settings(group) for group in given["param_groups"]]
+            return {"state": others, "param_groups": own_groups}
+
+        def put_states(_: Optimizer) -> None:
+            self.lay_out()
+            for param, values in saved.items():
+                note_states(type(self).__name__, param, values)
+            self._restore(list(saved.items()))
+            self.tell_ledgers()
+
+        with (  # between the user's hooks before a load and those after it
+            self.register_load_state_dict_pre_hook(take_states),
+            self.register_load_state_dict_post_hook(put_states, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
 
     def _numbered(self, state_dict: dict[str, Any]) -> dict[object, torch.Tensor]:
         """The parameters under what ``state_dict`` calls them: torch's numbers, or names."""

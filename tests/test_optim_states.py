@@ -1,0 +1,49 @@
+"""The states of zshard's optimizers: as hooks see and change them, and when one is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import zshard
+
+
+def test_hooks_of_states_see_and_change_them_as_those_of_torchs_optimizers_do() -> None:
+    plain = nn.Linear(3, 5)
+    theirs = torch.optim.AdamW(plain.parameters())
+    plain(torch.ones(2, 3)).sum().backward()
+    theirs.step()
+    model = zshard.wrap(copy.deepcopy(plain))
+    ours = zshard.AdamW(model.parameters())
+    steps: list[float] = []
+
+    def renumber(_: torch.optim.Optimizer, given: dict[str, object]) -> dict[str, object]:
+        return {**given, "state": {int(key): value for key, value in given["state"].items()}}
+
+    def rename(_: torch.optim.Optimizer, found: dict[str, object]) -> dict[str, object]:
+        return {**found, "state": {str(key): value for key, value in found["state"].items()}}
+
+    for optimizer in (ours, theirs):
+        optimizer.register_load_state_dict_pre_hook(renumber)
+        optimizer.register_load_state_dict_post_hook(
+            lambda done: steps.append(next(iter(done.state.values()))["step"].item())
+        )
+        optimizer.register_state_dict_post_hook(rename)
+    named = theirs.state_dict()
+    theirs.load_state_dict(named)
+    ours.load_state_dict(named)
+    assert steps == [1, 1]
+    found = ours.state_dict()["state"]
+    assert found.keys() == named["state"].keys() == {"0", "1"}
+    assert found["0"]["exp_avg"].shape == (5, 3)  # sharded like the parameter
+    assert torch.equal(found["1"]["exp_avg"].local, named["state"]["1"]["exp_avg"])
+
+
+def test_what_an_optimizer_keeps_for_all_parameters_is_loaded() -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    first, second = zshard.AdamW(params), zshard.AdamW(params)
+    first.state["epoch"] = {"seen": 3}
+    second.load_state_dict(first.state_dict())
+    assert second.state["epoch"] == {"seen": 3}
