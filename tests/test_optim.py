@@ -272,14 +272,14 @@ def test_zshards_sgd_is_torchs_within_rounding(options: dict[str, object]) -> No
     assert_close(actual, expected, tolerance=1e-5)
 
 
-def test_momentum_that_comes_later_starts_as_torchs_does() -> None:
+@pytest.mark.parametrize("momenta", [(0.0, 0.0, 0.9, 0.9), (0.9, 0.9, 0.0, 0.9)])
+def test_momentum_comes_later_or_again_as_torchs_does(momenta: tuple[float, ...]) -> None:
     sides = []
     for kind in (zshard.SGD, torch.optim.SGD):
         parameter = nn.Parameter(torch.ones(5))
-        optimizer = kind([parameter], lr=0.1)
-        for step in range(4):
-            if step == 2:
-                optimizer.param_groups[0]["momentum"] = 0.9
+        optimizer = kind([parameter], lr=0.1, dampening=0.5)
+        for step, momentum in enumerate(momenta):
+            optimizer.param_groups[0]["momentum"] = momentum
             parameter.grad = torch.full((5,), 1.0 + step)
             optimizer.step()
         sides.append(parameter.detach())

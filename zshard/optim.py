@@ -206,7 +206,9 @@ class SGD(FusedOptimizer):
             )
 
     def _state_names(self) -> tuple[str, ...]:
-        has_momentum = any(group["momentum"] != 0 for group in self.param_groups)
+        # A momentum of 0 leaves the sums as they are, for when it is another again.
+        begun = any("momentum_buffer" in bucket.names for bucket in self._buckets.values())
+        has_momentum = begun or any(group["momentum"] != 0 for group in self.param_groups)
         return ("momentum_buffer",) if has_momentum else ()
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
