@@ -148,6 +148,14 @@ def test_buffers_are_copies_of_rank_0s_on_every_rank() -> None:
     assert run_ranks(buffers_of_the_first, 3) == [[0.0, 0.0, 0.0]] * 3
 
 
+def test_a_sparse_buffer_is_copied() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.eye(2).to_sparse())
+    found = zshard.state_dict(zshard.wrap(model))["mask"]
+    assert torch.equal(found.to_dense(), torch.eye(2))
+    assert found.values().data_ptr() != model.mask.values().data_ptr()
+
+
 def whole_at_once(rank: int, world_size: int) -> tuple[int, int, int]:
     """The most flat buffers that were whole at a time, how many there were, and what is left."""
     model = zshard.wrap(models.build("odd_parameters"))

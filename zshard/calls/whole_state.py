@@ -93,7 +93,8 @@ def _own(found: dict[str, torch.Tensor], whole: Iterable[torch.Tensor]) -> None:
     copies = {_memory_of(param): param.detach() for param in whole}
     for name, value in found.items():
         if isinstance(value, torch.Tensor):  # extra state may be anything
-            memory = _memory_of(value)
+            # What is sparse has not one memory.
+            memory = _memory_of(value) if value.layout is torch.strided else (name,)
             if memory not in copies:
                 copies[memory] = value.detach().to("cpu", copy=True)
             found[name] = copies[memory]
