@@ -182,3 +182,19 @@ def test_a_model_without_values_has_none_after_an_error(init: bool) -> None:
     (other,), (own,) = run_ranks(lost_meta, 2, init, timeout=40)
     assert own == "can't allocate memory"
     assert other == "rank 1: RuntimeError: can't allocate memory"
+
+
+def sparse_buffer(rank: int, world_size: int) -> list[bool]:
+    model = nn.Linear(2, 2)
+    for persistent in (True, False):
+        model.register_buffer("mask", torch.eye(2).to_sparse(), persistent=persistent)
+        if persistent:
+            with pytest.raises(
+                zshard.WrapError, match=r"mask is a sparse buffer.*persistent=False"
+            ):
+                zshard.wrap(model)
+    return [zshard.wrap(model)(model.mask.to_dense()).isfinite().all().item()]
+
+
+def test_a_sparse_buffer_that_would_be_broadcast_is_refused_at_wrap() -> None:
+    assert run_ranks(sparse_buffer, 2) == [[True]] * 2

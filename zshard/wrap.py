@@ -20,6 +20,7 @@ from .param import Sharded
 from .precision import Precision
 from .schedule import Schedule
 from .step.debts import settle
+from .step.module_buffers import persistent_buffers
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
 from .transports.refusal import together
@@ -109,7 +110,8 @@ def wrap(
             (If ``init_fn`` replaced anything before it raised, build the model anew.)
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
             not of a floating-point dtype, non-persistent buffers on the meta device without an
-            ``init_fn``; for "peer", a rank out of reach or without memory to share.
+            ``init_fn``, persistent ones that are sparse on several ranks; for "peer", a rank out of
+            reach or without memory to share.
         MismatchError: on every rank, if the ranks' models, options or transports differ.
         CommError: if a rank cannot be reached any more; then the model may be half wrapped.
 
@@ -143,14 +145,22 @@ def wrap(
     meta = on_meta(model)
     if collectives.world_size > 1:
         in_units = {name for spec in survey.specs for owned in spec.params for name in owned.names}
+        buffers = persistent_buffers(model.named_modules())
+        sparse = [name for name, buffer in buffers if buffer.layout is not torch.strided]
         options = {
             "precision": str(precision),
             "prefetch": str(prefetch),
             "init": init,
             "init_fn": "None" if init_fn is None else "given",
             "what is on meta outside of units": str(sorted(meta.keys() - in_units)),
+            "sparse buffers": str(sparse),
         }
         same_model.check(survey.specs, collectives, options, survey.strategies)
+        if sparse:
+            raise WrapError(
+                f"{sparse[0]} is a sparse buffer, and persistent ones are broadcast. Register it "
+                "with persistent=False; each rank then has its own."
+            )
     # Unit by unit: values, where there are none yet, and shards of them in the whole ones' place.
     pool = Pool(1 + prefetch, where, collectives.empty, collectives.give_back)
     sharder = Sharder(model, precision, collectives, where, meta)
