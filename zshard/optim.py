@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from . import ops
 from .errors import InputError
-from .optimizers.buckets import Bucket, Hyper
+from .optimizers.buckets import Hyper
 from .optimizers.fused import FusedOptimizer, ParamGroups
 
 
@@ -72,23 +71,8 @@ class _FusedAdam(FusedOptimizer):
         decoupled = self._decoupled
         return dict(amsgrad=False, maximize=False, decoupled_weight_decay=decoupled)
 
-    def _launcher(
-        self, bucket: Bucket, active: torch.Tensor | None, grad_scale: torch.Tensor | None
-    ) -> Callable[[], None]:
-        return partial(
-            ops.adamw_,
-            bucket.masters,
-            bucket.lows,
-            bucket.states["exp_avg"],
-            bucket.states["exp_avg_sq"],
-            bucket.grads(),
-            bucket.sends(),
-            bucket.segments,
-            bucket.hypers,
-            bucket.steps,
-            active,
-            grad_scale,
-        )
+    def _op(self) -> Callable[..., None]:
+        return ops.adamw_
 
 
 class AdamW(_FusedAdam):
@@ -218,19 +202,5 @@ class SGD(FusedOptimizer):
     def _torch_settings(self) -> dict[str, Any]:
         return {}
 
-    def _launcher(
-        self, bucket: Bucket, active: torch.Tensor | None, grad_scale: torch.Tensor | None
-    ) -> Callable[[], None]:
-        return partial(
-            ops.sgd_,
-            bucket.masters,
-            bucket.lows,
-            bucket.states.get("momentum_buffer", []),
-            bucket.grads(),
-            bucket.sends(),
-            bucket.segments,
-            bucket.hypers,
-            bucket.steps,
-            active,
-            grad_scale,
-        )
+    def _op(self) -> Callable[..., None]:
+        return ops.sgd_

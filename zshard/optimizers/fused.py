@@ -67,10 +67,8 @@ class FusedOptimizer(Optimizer):
         """What torch.optim's groups say of the rule, and is the same for all of these."""
 
     @abstractmethod
-    def _launcher(
-        self, bucket: Bucket, active: torch.Tensor | None, grad_scale: torch.Tensor | None
-    ) -> Callable[[], None]:
-        """What calls the op, with all that it needs at hand."""
+    def _op(self) -> Callable[..., None]:
+        """What takes a step: ``ops.adamw_``, or what differs from it in its states alone."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -132,12 +130,15 @@ class FusedOptimizer(Optimizer):
         with nullcontext() if schedule is None else schedule.executor.doing("step", schedule.root):
             bucket.refresh(hypers, active)
             bucket.before_write()
-            launch = self._launcher(bucket, None if all(active) else bucket.active, grad_scale)
+            states = [*bucket.states.values()] or [[]]  # SGD without momentum has none
+            shards = (bucket.masters, bucket.lows, *states, bucket.grads(), bucket.sends())
+            tables = (bucket.segments, bucket.hypers, bucket.steps)
+            chosen = None if all(active) else bucket.active
             with nullcontext() if schedule is None else schedule.updates.change() as change:
                 bucket.note_written()  # before: should an exception come, all is gathered again
                 if change is not None:
                     change.begun = True
-                launch()
+                self._op()(*shards, *tables, chosen, grad_scale)
 
     def lay_out(self) -> None:
         """Lay out buckets and states anew, if the parameters are not those of last time."""
