@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,3 +48,18 @@ def test_what_an_optimizer_keeps_for_all_parameters_is_loaded() -> None:
     first.state["epoch"] = {"seen": 3}
     second.load_state_dict(first.state_dict())
     assert second.state["epoch"] == {"seen": 3}
+
+
+def test_a_parameter_that_is_refused_at_a_step_costs_the_others_no_states() -> None:
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    optimizer = zshard.AdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    dense = params[1].data
+    params[1].data = torch.ones(2, 1).expand(2, 2)
+    with pytest.raises(zshard.OptimizerError, match="does not fill one block of memory"):
+        optimizer.step()
+    params[1].data = dense
+    optimizer.step()
+    assert [optimizer.state[param]["step"].item() for param in params] == [2, 2]

@@ -157,9 +157,10 @@ class FusedOptimizer(Optimizer):
                     "the optimizer had taken steps before zshard.wrap, and its state is that of "
                     "whole parameters. Wrap the model first, or make a new optimizer."
                 )
+        # First: it may refuse a parameter, and then all stays as it is.
+        self._buckets = buckets_of([each for each in grouped if _is_trained(each[0])], names)
         saved = [(p, self.state.pop(p)) for p in params if self.state.get(p)]
         self._laid_out = {}
-        self._buckets = buckets_of([each for each in grouped if _is_trained(each[0])], names)
         for kind, bucket in self._buckets.items():
             for step, row in zip(bucket.steps, bucket.rows, strict=True):
                 slices = {n: bucket.states[n][row.shard][row.begin : row.end] for n in names}
