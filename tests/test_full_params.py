@@ -129,6 +129,19 @@ def test_a_change_of_shards_inside_is_refused_and_kept(change: Callable[[nn.Modu
     model(torch.ones(2, 5))
 
 
+def test_where_one_parameter_has_another_shape_none_is_taken() -> None:
+    model = trained(torch.float32)
+    before = zshard.state_dict(model)
+    with (
+        pytest.raises(zshard.InputError, match="bias: cannot copy a tensor of shape"),
+        zshard.full_params(model, write=True),
+    ):
+        nn.init.ones_(model[0].weight)
+        model[-1].bias = nn.Parameter(torch.ones(99))
+    assert all(map(torch.equal, zshard.state_dict(model).values(), before.values()))
+    model(torch.ones(2, 5))
+
+
 def test_without_writing_a_step_inside_counts() -> None:
     model = trained(torch.float32)
     model(torch.ones(2, 5)).square().mean().backward()

@@ -160,11 +160,15 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             )
     if write and schedule.comm.world_size > 1:
         _compare(schedule, wholes)
-    for flat, whole in wholes.items():
-        for param, value in zip(flat.params, whole, strict=True):
-            param.requires_grad_(value.requires_grad)
-        if write:
-            _take_back(flat, whole)
+    params = schedule.parameters()
+    left = [value for whole in wholes.values() for value in whole]
+    for param, value in zip(params, left, strict=True):
+        param.requires_grad_(value.requires_grad)
+    if write:
+        # All slices first: where one is refused, nothing is taken.
+        slices = [own_slice(p, v.detach()) for p, v in zip(params, left, strict=True)]
+        for param, mine in zip(params, slices, strict=True):
+            _take_back(param, mine)
 
 
 def _take_replaced(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None:
@@ -275,15 +279,14 @@ def _stand_ins(flat: Flat) -> list[nn.Parameter]:
     return made
 
 
-def _take_back(flat: Flat, whole: list[nn.Parameter]) -> None:
-    exact = flat.dtypes.param == flat.dtypes.master
-    with torch.no_grad():
-        for index, (param, value) in enumerate(zip(flat.params, whole, strict=True)):
-            given = own_slice(param, value).to(flat.device)
-            if not exact and given.dtype == flat.dtypes.param:
-                master = flat.master.read(*flat.local(index).at)
-                bits = torch.int16  # so that a NaN, too, is what it was
-                before = master.to(given.dtype)
-                left = given.contiguous().view(bits) == before.view(bits)
-                given = torch.where(left, master, given.to(master.dtype))
-            param.copy_(Sharded(given, flat, index))
+@torch.no_grad()
+def _take_back(param: Sharded, value: torch.Tensor) -> None:
+    """Make ``value``, this rank's slice, what ``param`` is, but for what was left as it was."""
+    flat = param.flat
+    value = value.to(flat.device)
+    if flat.dtypes.param != flat.dtypes.master and value.dtype == flat.dtypes.param:
+        master = flat.master.read(*flat.local(param.segment).at)
+        bits = torch.int16  # so that a NaN, too, is what it was
+        left = value.contiguous().view(bits) == master.to(value.dtype).view(bits)
+        value = torch.where(left, master, value.to(master.dtype))
+    param.copy_(Sharded(value, flat, param.segment))
