@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +51,13 @@ class Inventory:
         for name in registered:
             self.aliases.update({each: first for each in (_key(name), name) if each != first})
 
-    def names_of(self, name: str) -> list[str]:
-        """All names of the tensor whose first is ``name``, that before the others."""
-        return [name, *(alias for alias, first in self.aliases.items() if first == name)]
+    @cached_property
+    def names_of(self) -> dict[str, list[str]]:
+        """The first name of every tensor -> all of its names, that before the others."""
+        names = {name: [name] for name in self.parameters | self.buffers}
+        for alias, first in self.aliases.items():
+            names[first].append(alias)
+        return names
 
 
 def inventory_of(schedule: Schedule) -> Inventory:

@@ -81,7 +81,7 @@ def match_model(
     match = Match()
     used: set[str] = set()
     for name, held in (inventory.parameters | inventory.buffers).items():
-        keys = [aliases.get(each, each) for each in inventory.names_of(name)]
+        keys = [aliases.get(each, each) for each in inventory.names_of[name]]
         there = [key for key in dict.fromkeys(keys) if key in stored]
         used.update(there)
         if not there:

@@ -99,7 +99,7 @@ def match_optimizer(
             key_of.setdefault(alias, name)
     names: dict[str, str] = {}  # of a parameter now -> its name in the checkpoint
     for name, param, group in params:
-        key = next((key_of[n] for n in inventory.names_of(name) if n in key_of), None)
+        key = next((key_of[n] for n in inventory.names_of[name] if n in key_of), None)
         if key is None:
             match.missing.append(f"the optimizer's state of {name}")
             continue
@@ -110,8 +110,8 @@ def match_optimizer(
         # Beside the parameters, where they all are in one place.
         device = params[0][1].device if params else torch.device("cpu")
         found.common[key] = _value(entry, f"the optimizer's state {key!r}", device, match)
-    of_others = [name for name in record.state if name not in names.values() and name != COMMON]
-    match.unexpected += [f"the optimizer's state of {name}" for name in of_others]
+    of_others = record.state.keys() - {COMMON, *names.values()}
+    match.unexpected += [f"the optimizer's state of {n}" for n in record.state if n in of_others]
     _match_groups(found, record.groups, inventory, names)
     return found
 
