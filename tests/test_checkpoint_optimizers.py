@@ -263,9 +263,19 @@ def test_what_a_checkpoint_cannot_hold_of_an_optimizers_state_is_refused(tmp_pat
     with pytest.raises(zshard.OptimizerError, match=r"'buffer', which belongs to no.*\(3,\)"):
         zshard.save(tmp_path / "a", model, optimizer)
     del optimizer.state["buffer"]  # type: ignore[arg-type]
-    optimizer.state[3] = 1  # type: ignore[index]
-    with pytest.raises(zshard.InputError, match="has the key 3"):
-        zshard.save(tmp_path / "a", model, optimizer)
+    train(model, optimizer, 0, range(1))
+    for place, words in (
+        (optimizer.state, "the optimizer's state has the key 3"),
+        (
+            optimizer.state[model.inlet.weight],
+            "the optimizer's state of inlet.weight has the key 3",
+        ),
+        (optimizer.param_groups[0], r"param_groups\[0\] has the key 3"),
+    ):
+        place[3] = 1
+        with pytest.raises(zshard.InputError, match=words):
+            zshard.save(tmp_path / "a", model, optimizer)
+        del place[3]
 
 
 def test_the_state_of_a_parameter_that_left_the_optimizer_stays_where_it_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -76,29 +76,37 @@ def optimizer_inventory(
         optimizer.lay_out()
     groups: list[dict[str, Json]] = []
     for number, group in enumerate(optimizer.param_groups):
-        options: dict[str, Json] = {}
-        for key, value in group.items():
-            if key == "params":
-                value = [names[id(param)] for param in value]
-            elif isinstance(value, torch.Tensor) and value.ndim == 0:
-                value = value.item()
-            options[key] = as_json(value, f"param_groups[{number}][{key!r}]")
-        groups.append(options)
+        options = {
+            key: value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+            for key, value in group.items()
+        }
+        options["params"] = [names[id(param)] for param in group["params"]]
+        groups.append(cast("dict[str, Json]", as_json(options, f"param_groups[{number}]")))
     unused = _never_used(optimizer)
     state: dict[str, dict[str, dict[str, Json]]] = {}
     tensors: dict[str, Held] = {}
     scalars: list[tuple[dict[str, Json], torch.Tensor]] = []
 
-    def note(name: str, key: str, value: object, param: torch.Tensor | None) -> None:
-        entry = state[name][key] = {}
-        if isinstance(value, torch.Tensor) and is_scalar(value):
+    def note(name: str, key: object, value: object, param: torch.Tensor | None) -> None:
+        of = "" if param is None else f" of {name}"
+        if type(key) is not str:
+            raise InputError(
+                f"the optimizer's state{of} has the key {key!r}; JSON has text for keys"
+            )
+        entry = state[name][as_text(key, f"a key of the optimizer's state{of}")] = {}
+        what = f"the optimizer's state {key!r}{of}"
+        if not isinstance(value, torch.Tensor):
+            entry["value"] = as_json(value, what)
+        elif is_scalar(value):
             scalars.append((entry, value))
-        elif isinstance(value, torch.Tensor) and param is not None:
+        elif param is not None:
             tensors[f"{name}.{key}"] = held_state(param, name, key, value, first=first)
             entry["tensor"] = f"{name}.{key}"
         else:
-            of = "" if param is None else f" of {name}"
-            entry["value"] = as_json(value, f"the optimizer's state {key!r}{of}")
+            raise OptimizerError(
+                f"{what}, which belongs to no parameter, is a tensor of shape "
+                f"{tuple(value.shape)}, not one value; it cannot be saved"
+            )
 
     for name, param, _ in params:
         state.setdefault(name, {})
@@ -108,7 +116,6 @@ def optimizer_inventory(
     if common := common_state(optimizer):
         state[COMMON] = {}
         for key, value in common.items():
-            _check_common(key, value)
             note(COMMON, key, value, None)
     _read_scalars(scalars)
     return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
@@ -130,21 +137,6 @@ def _refuse_states_elsewhere(optimizer: Optimizer) -> None:
                     f"in the {type(inner).__name__} of its .{name}; they would be lost. Give "
                     "zshard.save and zshard.load that one"
                 )
-
-
-def _check_common(key: object, value: object) -> None:
-    if type(key) is not str:
-        raise InputError(
-            f"the optimizer's state has the key {key!r}: a checkpoint stores those of parameters, "
-            "and text"
-        )
-    as_text(key, "a key of the optimizer's state")
-    if not is_scalar(value):
-        assert isinstance(value, torch.Tensor)
-        raise OptimizerError(
-            f"the optimizer's state {key!r}, which belongs to no parameter, is a tensor of shape "
-            f"{tuple(value.shape)}, not one value; it cannot be saved"
-        )
 
 
 def _never_used(optimizer: Optimizer) -> set[int]:
