@@ -103,11 +103,14 @@ def no_checkpoint(rank: int, size: int, folder: str) -> None:
         zshard.save(f"{folder}/things", model)
     with pytest.raises(zshard.CheckpointError, match=f"{folder}/file: Not a directory"):
         zshard.save(f"{folder}/file/a", model)
-    for bad in (None, 3, "", b"bytes", "a\0b"):
+    for bad in (None, 3, "", b"bytes", "a\0b", "\ud800"):
         with pytest.raises(zshard.InputError, match="path="):
             zshard.save(bad, model)  # type: ignore[arg-type]
     with pytest.raises(zshard.InputError, match="folder=None"):
         zshard.latest(None)  # type: ignore[arg-type]
+    for bad in ("a\0b", "\ud800"):
+        with pytest.raises(zshard.CheckpointError, match=r"null byte|surrogates"):
+            zshard.latest(bad)
     for keep in (0, -1, True, 1.5):
         with pytest.raises(zshard.InputError, match="keep="):
             zshard.save(f"{folder}/a", model, keep=keep)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ from ..errors import CheckpointError
 def _names(path: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # the latter: a NUL, or no Unicode
+        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class File:

@@ -28,6 +28,8 @@ def absolute(path: object, *, resolve: bool = True) -> str:
         found = os.path.realpath(name) if whole else os.path.join(os.path.realpath(folder), last)
     except OSError as error:  # the current folder was deleted
         raise InputError(f"path={path!r}: there is no current folder ({error})") from error
+    except UnicodeEncodeError as error:
+        raise InputError(f"path={path!r}: {error}") from error
     if not os.path.basename(found):
         raise InputError(f"path={path!r}: a file system's root cannot be a checkpoint")
     return found
