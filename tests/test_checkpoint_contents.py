@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zshard
 from zshard.checkpoint import writer
+from zshard.checkpoint.tensorfile import CODES
 
 
 class Counter(nn.Module):
@@ -155,6 +156,30 @@ def test_lazily_conjugated_and_negated_buffers_keep_their_values(
     zshard.load(tmp_path / "a", model)
     assert torch.equal(model.conjugate, torch.tensor([1 - 2j, 3 + 4j]))
     assert torch.equal(model.negative, torch.tensor([-6.0, 8.0]))
+
+
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_a_buffer_of_any_dtype_whose_memory_is_in_another_order_comes_back(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    module = nn.Linear(3, 2)
+    module.register_buffer("turned", torch.randint(2, (6, 4)).to(dtype).t())
+    wanted = module.turned.clone()
+    model = zshard.wrap(module)
+    zshard.save(tmp_path / "a", model)
+    module.turned.copy_(~wanted.bool())
+    zshard.load(tmp_path / "a", model)
+    assert torch.equal(module.turned.to(torch.complex64), wanted.to(torch.complex64))
+
+
+def test_a_lazily_conjugated_ignored_parameter_comes_back(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    module.aside = nn.Parameter(torch.tensor([1 + 2j, 3 - 4j]).conj(), requires_grad=False)
+    model = zshard.wrap(module, ignored=["aside"])
+    zshard.save(tmp_path / "a", model)
+    module.aside.zero_()
+    zshard.load(tmp_path / "a", model)
+    assert torch.equal(module.aside, torch.tensor([1 - 2j, 3 + 4j]))
 
 
 def test_an_extra_too_large_to_be_read_again_is_refused_and_nothing_is_lost(

@@ -13,6 +13,12 @@ from ..digest import digest
 from ..layout import Range
 from ..units.flat import Flat
 
+_SIGNED = {  # what torch's index_put_ takes in the place of what it does not
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
 
 class Part:
     """A tensor, and the range of it that is here.
@@ -151,7 +157,7 @@ class HeldWhole(Held):
 
     def digest(self) -> str:
         """A checksum of its values."""
-        return digest(self._tensor)
+        return digest(self._tensor.resolve_conj().resolve_neg())
 
     def store(self, begin: int, values: torch.Tensor) -> None:
         """Into the tensor."""
@@ -165,6 +171,8 @@ class HeldWhole(Held):
         tensor, values = self._tensor, values.to(self._tensor.device, self.dtype)
         if tensor.is_conj():  # index_put_ would write to memory what is read conjugated
             tensor, values = tensor.conj(), values.conj_physical()
+        if signed := _SIGNED.get(self.dtype):
+            tensor, values = tensor.view(signed), values.view(signed)
         tensor[self._index(at)] = values
 
     def _index(self, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
