@@ -16,6 +16,7 @@ import xxhash
 from adversity import DATA, MANIFEST, Run, patched, same, two_saves
 
 import zshard
+from zshard.checkpoint.command import run_ckpt
 
 
 def write_manifest(path: Path, content: bytes, form: str = "1", sequence: int = 1) -> None:
@@ -109,6 +110,7 @@ def test_every_part_of_a_manifest_may_be_of_any_wrong_type() -> None:
                         assert is_free(path, value), "accepted"
                         accepted += 1
                     zshard.latest(place.parent)
+                    run_ckpt("info", str(place.parent))
                 except BaseException as error:
                     raise AssertionError(f"{path} = {value!r:.100}") from error
         assert run.load(first, rng=True) == "first"

@@ -239,7 +239,8 @@ def _step(manifest: Manifest) -> int | None:
     """Of the parameters that took most steps (others were frozen for some); None without states."""
     states = manifest.optimizer.state.values() if manifest.optimizer else ()
     counts = [state["step"].get("value") for state in states if "step" in state]
-    return max((int(count) for count in counts if isinstance(count, int | float)), default=None)
+    whole = [n for n in counts if isinstance(n, int) or (isinstance(n, float) and n.is_integer())]
+    return max(map(int, whole), default=None)
 
 
 class _Nowhere(Sink):

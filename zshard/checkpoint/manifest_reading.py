@@ -145,8 +145,8 @@ def _text(value: object) -> str:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.200} for a number, 0 or more")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.200} for a number, 0 or more, of 63 bits")
     return value
 
 
