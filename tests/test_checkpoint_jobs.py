@@ -129,6 +129,8 @@ def test_a_load_between_the_two_renames_of_a_replacement_finds_the_checkpoint(
 
     once_before(monkeypatch, loading, "check_files", other_job)
     assert zshard.load(tmp_path / "last", ours).extra == "whole"
+    assert not (tmp_path / "last").exists()
+    assert zshard.load_weights(ours, tmp_path / "last") == zshard.Loaded()
 
 
 def test_a_checkpoint_replaced_as_it_is_verified_is_not_called_damaged(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from math import prod
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from . import files
+from . import catalogue, files
 from .manifest import CHUNK_BYTES, MAX_NBYTES, NAME, Manifest, Stored
 from .manifest_reading import read_manifest
 from .tensorfile import CODES, Slab, read_header
@@ -31,6 +32,8 @@ def find_weights(path: str) -> WeightFiles:
     Raises:
         CheckpointError: if there are none, or they are damaged, or of two saves.
     """
+    with suppress(CheckpointError):
+        path = catalogue.find(path)  # a checkpoint may be elsewhere while another takes its place
     found = _find(path)
     ids = {save for save in found.saves.values() if save is not None}
     if len(ids) > 1:
