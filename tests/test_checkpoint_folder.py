@@ -81,6 +81,17 @@ def test_other_saves_into_the_same_folder_are_left_alone(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_names_of_saves_own_are_refused_and_line_breaks_allowed(tmp_path: Path) -> None:
+    model = plain()
+    for name in (".a.replaced", f".a.{'0' * 32}.saving", f".a.{'0' * 32}.deleted"):
+        with pytest.raises(zshard.CheckpointError, match="name another folder"):
+            zshard.save(tmp_path / name, model)
+    name = "first\nsecond"
+    (tmp_path / f".{name}.{'0' * 32}.saving").mkdir()
+    zshard.save(tmp_path / name, model)
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_a_save_that_begins_is_left_alone_from_its_first_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,9 @@ _OWN = re.compile(
     r"(model|master|optimizer|rng)(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     rf"|{re.escape(NAME)}|(generation_)?config\.json"
 )
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<what>starting|saving|deleted)")
+_LEFTOVER = re.compile(
+    r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<what>starting|saving|deleted)", re.DOTALL
+)
 
 
 def replaced(target: str) -> str:
@@ -75,11 +77,7 @@ def targets_in(folder: str) -> list[str]:
     # deleted.
     names = {n for n in files.names_in(folder) if not files.is_link(os.path.join(folder, n))}
     names |= {home for name in names if (home := _home(name))}
-    return [
-        os.path.join(folder, name)
-        for name in sorted(names)
-        if not _LEFTOVER.fullmatch(name) and not _home(name)
-    ]
+    return [os.path.join(folder, name) for name in sorted(names) if not _passing(name)]
 
 
 def checkpoints_in(folder: str) -> list[tuple[int, str]]:
@@ -143,7 +141,7 @@ def latest(folder: StrPath) -> str | None:
 
 
 def check_target(target: str, *, exported: bool) -> None:
-    """Make sure that a save to ``target`` overwrites nothing but a checkpoint.
+    """Make sure that a save to ``target`` overwrites nothing but a checkpoint, and will last.
 
     Args:
         exported: nor one to go on from.
@@ -151,6 +149,11 @@ def check_target(target: str, *, exported: bool) -> None:
     Raises:
         CheckpointError: if it would.
     """
+    if _passing(os.path.basename(target)):
+        raise CheckpointError(
+            f"{target}: a later save would take this for what a killed one has left, by its name; "
+            "name another folder"
+        )
     if not files.exists(target):
         return
     if _has_manifest(target):
@@ -215,6 +218,11 @@ def _home(name: str) -> str | None:
     """Whose place something with this name has, if it is a checkpoint being replaced."""
     is_replaced = name.startswith(".") and name.endswith(_REPLACED)
     return name[1 : -len(_REPLACED)] if is_replaced else None
+
+
+def _passing(name: str) -> bool:
+    """Whether it is one of the names that saves give to what does not stay."""
+    return bool(_LEFTOVER.fullmatch(name) or _home(name))
 
 
 def commit(written: str, target: str) -> None:
