@@ -209,6 +209,16 @@ def test_a_resumed_run_does_not_go_on_in_another_runs_folder(
     assert resolve({"resume": str(moved), "out": str(tmp_path / "new")}).steps == 8
 
 
+def test_a_run_is_resumed_by_an_empty_path_in_its_folder(
+    whole_run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole_run[0], out)
+    monkeypatch.chdir(out)
+    assert "step-00000008, step 8\n" in ran("train", "--resume", "", "--steps", 9, ranks=1)
+    assert losses(out)[:-2] == losses(whole_run[0])  # of the ninth there are two
+
+
 def test_gradients_that_are_not_finite_are_an_error_before_the_step(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

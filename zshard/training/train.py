@@ -198,7 +198,7 @@ def train(options: TrainOptions, place: Place) -> int:
         CheckpointError: when one cannot be read or written.
         TrainError: when the loss is no longer finite.
     """
-    origin = find_origin(Path(options.resume)) if options.resume else None
+    origin = None if options.resume is None else find_origin(Path(options.resume))
     corpus = Corpus.read(find_files(options.data), options.seq)
     if origin is not None and origin.progress.text_crc32 != corpus.checksum:
         raise InputError(
