@@ -209,6 +209,24 @@ def test_a_resumed_run_does_not_go_on_in_another_runs_folder(
     assert resolve({"resume": str(moved), "out": str(tmp_path / "new")}).steps == 8
 
 
+@pytest.mark.parametrize(
+    ("folder", "resume"),
+    [
+        (".", ""),
+        ("checkpoints", ".."),
+        ("checkpoints", "step-00000008"),
+        ("checkpoints", "../checkpoints/step-00000004/../step-00000008"),
+        ("checkpoints/step-00000008", "."),
+    ],
+)
+def test_a_run_goes_on_in_its_folder_from_wherever_it_is_resumed(
+    whole_run: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, folder: str, resume: str
+) -> None:
+    monkeypatch.chdir(whole_run[0] / folder)
+    options = resolve({"resume": resume, "steps": 10})
+    assert Path(options.out).resolve() == whole_run[0].resolve()
+
+
 def test_a_run_is_resumed_by_an_empty_path_in_its_folder(
     whole_run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

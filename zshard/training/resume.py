@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -52,8 +53,8 @@ class Origin:
     @property
     def run(self) -> str | None:
         """The output folder of the run that saved it; None if it lies elsewhere now."""
-        folder = self.path.absolute().parent
-        return str(self.path.parent.parent) if folder.name == RUN_FOLDER else None
+        folder = Path(os.path.abspath(self.path)).parent
+        return str(folder.parent) if folder.name == RUN_FOLDER else None
 
 
 def find_origin(path: Path) -> Origin:
