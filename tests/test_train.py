@@ -254,11 +254,17 @@ def test_gradients_that_are_not_finite_are_an_error_before_the_step(
     assert torch.equal(zshard.full_param(run.model, "norm.weight"), before)
 
 
-def test_resume_refuses_another_text(whole_run: tuple[Path, str], tmp_path: Path) -> None:
-    options = resolve({"resume": str(whole_run[0]), "steps": 10})
-    (tmp_path / "other").write_text("x" * 9999)
+def test_a_resumed_run_finds_its_text_elsewhere_and_refuses_another(
+    whole_run: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copy(text, moved)
+    other.write_text("x" * 9999)
+    options = resolve({"resume": str(whole_run[0]), "steps": 9, "data": (str(other),)})
     with pytest.raises(InputError, match=r"not the one that .*step-00000008 was trained on"):
-        train(replace(options, data=(str(tmp_path / "other"),)), Place())
+        train(options, Place())
+    resumed = ("--resume", whole_run[0], "--steps", 9, "--out", tmp_path / "run")
+    ran("train", *resumed, "--data", moved, ranks=1)
 
 
 def test_a_checkpoint_of_another_program_is_not_resumed(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ _LARGEST_SEED = 2**63 - 1  # of torch's generators
 # batch, rate or seed is another run. Some of it changes the losses, and the run says how.
 _FREE_ON_RESUME = {
     **dict.fromkeys(("out", "resume", "device", "eval_every", "save_every", "keep", "sample"), ""),
-    "activation_checkpointing": "",
-    **dict.fromkeys(("trace", "plan", "machine"), ""),
+    **dict.fromkeys(("activation_checkpointing", "trace", "plan", "machine"), ""),
+    "data": "",  # where the text lies: that it is the same one, its checksum tells
     "steps": "other learning rates",
     "ranks": "other batches",
     "accumulate": "other batches",
