@@ -145,6 +145,7 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--weight-decay", "nan"], "--weight-decay nan: it has to be 0 or more"),
         (["--seed", str(2**63)], "it has to be 9223372036854775807 or less"),
         (["--resume", "EMPTY"], "it contains no whole checkpoint"),
+        (["--resume", "SHORT"], "SHORT: there is no such folder"),
         (["--out", "SHORT/run"], "--out .*/SHORT/run: .*/SHORT is no folder"),
         (["--plan", "--machine", "h1"], "machine='h1': expected one of a100, h100, h200"),
     ],
@@ -214,6 +215,7 @@ def test_a_resumed_run_does_not_go_on_in_another_runs_folder(
     [
         (".", ""),
         ("checkpoints", ".."),
+        ("checkpoints", "."),
         ("checkpoints", "step-00000008"),
         ("checkpoints", "../checkpoints/step-00000004/../step-00000008"),
         ("checkpoints/step-00000008", "."),

@@ -58,7 +58,7 @@ class Origin:
 
 
 def find_origin(path: Path) -> Origin:
-    """The checkpoint that ``path`` names: itself, or a run's newest whole one.
+    """The checkpoint that ``path`` names: itself, or the newest whole one of a run or a folder.
 
     Raises:
         InputError: when there is none, or it is not one of ``zshard train``.
@@ -66,9 +66,12 @@ def find_origin(path: Path) -> Origin:
     """
     passed_over: dict[str, str] = {}
     if not is_checkpoint(str(path)):
-        folder = path / RUN_FOLDER
+        if not path.is_dir():
+            raise InputError(f"--resume {path}: there is no such folder")
+        inside = path / RUN_FOLDER
+        folder = inside if inside.is_dir() else path
         newest = latest(folder)
-        passed_over = list_folder(str(folder)).broken if folder.exists() else {}
+        passed_over = list_folder(str(folder)).broken
         if newest is None:
             why = "".join(f"\n  {problem}" for problem in passed_over.values())
             raise InputError(f"--resume {path}: it contains no whole checkpoint{why}")
