@@ -28,12 +28,12 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"the plan is for {plan.world_size} ranks, and the model is sharded over {size}: "
             f"plan.with_world_size({size}).check(model)"
         )
-    found, planned = memory(model), cast(Any, plan.to_dict())
+    found, planned = cast(Any, memory(model)), cast(Any, plan.to_dict())
     # Not padding, which differs between ranks, nor activations, which are autograd's.
-    kinds: tuple[str, ...] = (*KINDS, "states")
+    kinds: tuple[str, ...] = KINDS
     if any(flat.dtypes.master == torch.float64 and flat.requires_grad for flat in schedule.flats):
         # Their states are those of torch.optim's optimizers, which are not counted.
-        kinds = tuple(kind for kind in kinds if kind not in ("optimizer", "states"))
+        kinds = tuple(kind for kind in KINDS if kind != "optimizer")
     wrong = list(_differences(planned["per_rank"], found["now"], kinds, "the model"))
     names = [[unit["name"] for unit in each["units"]] for each in (planned, found)]
     if names[0] != names[1]:
@@ -42,8 +42,7 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"{len(names[1])}, {', '.join(names[1][:5])} ...: give both the same units="
         )
     for mine, real in zip(planned["units"], found["units"], strict=True):
-        of_unit = tuple(kind for kind in KINDS if kind in kinds)
-        wrong += _differences(mine, real, of_unit, f"unit {mine['name']!r}")
+        wrong += _differences(mine, real, kinds, f"unit {mine['name']!r}")
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise PlanError(
@@ -55,9 +54,8 @@ def check(plan: Plan, model: nn.Module) -> None:
 
 
 def _differences(
-    planned: object, found: object, kinds: tuple[str, ...], where: str
+    planned: Mapping[str, int], found: Mapping[str, int], kinds: tuple[str, ...], where: str
 ) -> Iterator[str]:
-    assert isinstance(planned, Mapping) and isinstance(found, Mapping)
     for kind in kinds:
         expected, real = planned[kind], found[kind]
         if abs(real - expected) > _TOLERANCE * expected:
