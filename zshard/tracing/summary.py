@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -116,13 +116,13 @@ def summarize(trace: Trace) -> Summary:
         busy.setdefault(unit, []).append((transfer.began, min(transfer.ended, trace.seconds)))
         sent[unit] += transfer.bytes
     still = _union((s.began, s.ended) for s in trace.stalls)
-    stalled: Counter[str] = Counter()
+    stalled: dict[str, float] = defaultdict(float)
     for stall in trace.stalls:
-        stalled[_row_of(trace, stall.unit)] += stall.seconds  # type: ignore[assignment]
-    compute: Counter[str] = Counter()
+        stalled[_row_of(trace, stall.unit)] += stall.seconds
+    compute: dict[str, float] = defaultdict(float)
     for piece in row:
         if piece.stall is None:
-            compute[_row_of(trace, piece.unit)] += piece.seconds  # type: ignore[assignment]
+            compute[_row_of(trace, piece.unit)] += piece.seconds
 
     def communication(unit: str, intervals: Iterable[Interval]) -> Communication:
         union = _union(intervals)
@@ -162,10 +162,9 @@ def _row_of(trace: Trace, unit: str) -> str:
 
 
 def _legs(path: Sequence[Piece], length: float) -> tuple[Leg, ...]:
-    seconds: dict[tuple[str, str], float] = {}
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
     for piece in path:
-        key = (piece.phase, piece.unit)
-        seconds[key] = seconds.get(key, 0.0) + piece.seconds
+        seconds[piece.phase, piece.unit] += piece.seconds
     legs = [Leg(*key, each, each / length) for key, each in seconds.items()]
     return tuple(sorted(legs, key=lambda leg: -leg.seconds))
 
