@@ -305,11 +305,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     arguments = parser.parse_args(argv)
     if min(arguments.ranks, arguments.tokens) < 1:
         parser.error("--ranks and --tokens: whole numbers, 1 or more")
-    folder = Path(arguments.output).absolute().parent
-    if not folder.is_dir():
-        parser.error(f"--output {arguments.output}: there is no such folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        parser.error(f"--output {arguments.output}: its folder cannot be written to")
+    output, folder = Path(arguments.output), Path(arguments.output).absolute().parent
+    if output.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        parser.error(f"--output {output}: name a file in a folder that can be written to")
     if arguments.backend == "nccl" and torch.cuda.device_count() < arguments.ranks:
         parser.error(
             f"--backend nccl --ranks {arguments.ranks}: NCCL needs a GPU a rank, and there are "
@@ -328,8 +326,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     )
     machine = Machine.from_dict(found)
     print(show(machine))
-    machine.save(arguments.output)
-    print(f"wrote {arguments.output}")
+    machine.save(output)
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":

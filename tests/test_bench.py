@@ -64,8 +64,9 @@ def command(
         ("step --check-only --backend fake", "its losses mean nothing; use gloo or nccl"),
         (
             "machine --ranks 2 --output no/such.json",
-            "--output no/such.json: there is no such folder",
+            "--output no/such.json: name a file in a folder that can be written to",
         ),
+        ("machine --ranks 2 --output tests", "--output tests: name a file in a folder"),
         ("step --backend nccl --ranks 99", "--ranks 99: NCCL needs --device cuda and a GPU a rank"),
     ],
 )

@@ -117,10 +117,17 @@ def test_the_command_measures_this_machine_and_plans_with_it(
     )
     assert printed["step_seconds"] == expected.step_seconds
     assert {each["change"] for each in printed["alternatives"]} >= {"split master", "strategy ddp"}
-    nowhere = command("--world", 2, "--calibrate", tmp_path / "none" / "machine.json")
-    assert nowhere.returncode == 2 and "machine.json: no folder" in nowhere.stderr, nowhere
     refused = command("--world", torch.cuda.device_count() + 1, "--backend", "nccl", *calibrate)
     assert refused.returncode == 2 and "NCCL needs a GPU a rank" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["none/machine.json", ""])
+def test_a_profile_that_could_not_be_written_is_not_measured(
+    command: Command, tmp_path: Path, name: str
+) -> None:
+    done = command("--world", 2, "--calibrate", tmp_path / name)
+    assert done.returncode == 2
+    assert f"--calibrate {tmp_path / name}: name a file" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,9 @@ def run_plan(
 
 
 def _calibrate(file: str, ranks: int, batch: tuple[int, int] | None, backend: str | None) -> None:
-    folder = Path(file).absolute().parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise InputError(f"--calibrate {file}: no folder that can be written to")
+    path, folder = Path(file), Path(file).absolute().parent
+    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise InputError(f"--calibrate {file}: name a file in a folder that can be written to")
     given = ["--ranks", str(ranks), "--output", file]
     if batch is not None:
         given += ["--tokens", str(math.prod(batch))]
