@@ -59,7 +59,7 @@ class FlatPlan(FlatSizes):
         """What the buffer takes on the last rank, which has the padding at the end.
 
         Args:
-            states: fp32 states of the optimizer for an element.
+            states: of the optimizer for an element; see ``OPTIMIZERS``.
         """
         layout, dtypes, last = self.layout, self.dtypes, self.layout.world_size - 1
         owned = self.owned_by(last)

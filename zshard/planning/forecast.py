@@ -25,8 +25,8 @@ def forecast(
 
     Args:
         labels, units: of every unit, the root first.
+        optimizer_states: for an element; see ``OPTIMIZERS``.
         in_memory: whether ranks read each other's memory.
-        optimizer_states: fp32 states of the optimizer for an element.
     """
     seconds = _seconds_in_memory if in_memory else _seconds_on_a_link
     durations = [
