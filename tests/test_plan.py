@@ -207,6 +207,15 @@ def test_options_that_mean_nothing_are_refused(option: dict[str, object]) -> Non
         zshard.plan(nn.Linear(3, 3), 2, **option)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"precision": "bf16"}, {"precision": None}, {"optimizer": "lion"}, {"checkpointing": True}],
+)
+def test_no_plan_is_changed_to_one_that_would_be_refused(change: dict[str, object]) -> None:
+    with pytest.raises(zshard.InputError, match=next(iter(change))):
+        zshard.plan(nn.Linear(3, 3), 2).changed(**change)
+
+
 def test_a_wrapped_model_is_refused() -> None:
     with pytest.raises(zshard.InputError, match=r"zshard\.memory"):
         zshard.plan(zshard.wrap(nn.Linear(3, 3)), 2)

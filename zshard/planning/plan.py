@@ -43,6 +43,8 @@ class Setup:
             raise InputError(
                 f"world_size={self.world_size!r}: expected a number of ranks, 1 to {MOST_RANKS:,}"
             )
+        if not isinstance(self.precision, Precision):
+            raise InputError(f"precision={self.precision!r}: expected a zshard.Precision")
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise InputError(
                 f"prefetch={self.prefetch!r}: expected a whole number of units, 0 or more"

@@ -96,20 +96,15 @@ def plan(
         raise InputError(f"activations={activations!r}: expected bytes, 0 or more")
     if activations is not None and batch is not None:
         raise InputError("activations= and batch=: give the bytes, or what they are measured with")
-    if batch is None and checkpointing:
-        raise InputError("checkpointing=True changes activations, which are measured with batch=")
     if backend not in (None, "nccl", "gloo"):
         raise InputError(f"backend={backend!r}: expected 'nccl', 'gloo' or None")
     if hbm is not None:
         require_bytes(hbm)
-    if precision is not None and not isinstance(precision, Precision):
-        raise InputError(f"precision={precision!r}: expected a zshard.Precision, or None")
     on = None if machine is None else Machine.of(machine)
     if on is not None and network is not None:
         on = on.with_network(network)
-    setup = Setup(
-        world_size, strategy, precision or Precision(), optimizer, prefetch, checkpointing, comm
-    )
+    policy = Precision() if precision is None else precision
+    setup = Setup(world_size, strategy, policy, optimizer, prefetch, checkpointing, comm)
     context = batch[-1] if isinstance(batch, tuple) and batch and type(batch[-1]) is int else 0
     nccl = torch.cuda.is_available() and (on is None or not on.sums_on_host)
     if backend is not None:
@@ -211,6 +206,8 @@ class _Planner:
 
     def _rehearse(self, setup: Setup) -> Rehearsal | None:
         if self._batch is None:
+            if setup.checkpointing:
+                raise InputError("checkpointing=True changes activations, measured with batch=")
             return None
         precision = setup.precision
         key = precision.compute, precision.cast_inputs, setup.checkpointing
