@@ -43,9 +43,9 @@ def report(plan: Plan, fit: Fit | None, title: str) -> str:
     ]
     kept = plan.activations
     if kept.source == "measured":
+        recomputed = ", every unit recomputed" if plan.setup.checkpointing else ""
         lines.append(
-            f"Activations are measured on fake tensors{_recomputed(plan)}; the peak is in "
-            f"{plan.peak_at}."
+            f"Activations are measured on fake tensors{recomputed}; the peak is in {plan.peak_at}."
         )
     elif kept.source == "given":
         lines.append(f"Activations are as given: {scale.text(kept.bytes)} {scale.name}.")
@@ -58,10 +58,6 @@ def report(plan: Plan, fit: Fit | None, title: str) -> str:
     if fit is not None:
         lines += ["", _verdict(fit, plan)]
     return "\n".join(lines)
-
-
-def _recomputed(plan: Plan) -> str:
-    return ", every unit recomputed" if plan.setup.checkpointing else ""
 
 
 def _times(plan: Plan) -> str:
