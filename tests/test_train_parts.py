@@ -37,9 +37,10 @@ def test_validation_batches_span_the_held_out_text_exactly() -> None:
     assert batches[-1].targets[-1, -1] == 99
 
 
-def test_a_folder_is_read_in_order_and_without_hidden_files(tmp_path: Path) -> None:
-    for name in ("b/2.txt", "a.txt", "b/1.txt", ".hidden", ".git/config"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+def test_a_folder_is_read_in_order_without_hidden_files_and_those_of_runs(tmp_path: Path) -> None:
+    run = ("runs/1/metrics.jsonl", "runs/1/loss.png", "runs/1/checkpoints/step-1/model.safetensors")
+    for name in ("b/2.txt", "a.txt", "b/1.txt", ".hidden", ".git/config", *run):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     found = [str(f.relative_to(tmp_path)) for f in find_files([str(tmp_path)])]
     assert found == ["a.txt", "b/1.txt", "b/2.txt"]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpoint.catalogue import RUN_FOLDER
 from ..errors import InputError
 
 _VALIDATION_SHARE = 0.05
@@ -30,8 +31,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """The files to train on, in an order that does not depend on the machine's directory order.
 
     Args:
-        paths: files, and folders of which every file that is not hidden is taken; none at all
-            means the source files of Python's own standard library.
+        paths: files, and folders of which every file is taken that is not hidden, nor in the folder
+            of a run; none at all means the source files of Python's own standard library.
 
     Raises:
         InputError: for a path that does not exist, or when there is no file.
@@ -66,6 +67,9 @@ def _standard_library() -> list[Path]:
 def _walk(folder: Path, skip: Collection[str] = ()) -> list[Path]:
     files: list[Path] = []
     for root, folders, names in os.walk(folder):
+        if "metrics.jsonl" in names and RUN_FOLDER in folders:
+            folders.clear()  # a run's, whose text would be another when it is resumed
+            continue
         folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
         files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
     return [f for f in files if f.is_file()]
