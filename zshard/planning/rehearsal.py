@@ -129,7 +129,7 @@ def rehearse(
     except Exception as error:
         raise InputError(
             f"the model does not run on tensors without values ({type(error).__name__}: {error}); "
-            "pass activations=BYTES instead of a batch"
+            "pass what its forward takes as batch=, or else activations=BYTES"
         ) from error
     return meter.result()
 
