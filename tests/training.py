@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zshard
 from zshard.calls import whole
+from zshard.tag import Tag
 from zshard.units.flat import Flat
 from zshard.wrap import schedule_of
 
@@ -97,13 +98,18 @@ class Wrapped:
 def together(side: Plain | Wrapped) -> Iterator[None]:
     """Have the calls of full_grad, or of full_param, in here gather a flat once, agreed on once.
 
-    Each on its own would gather all of its flat again: most of what a record costs.
+    Each on its own would gather all of its flat again: most of what a record costs. What the ranks
+    tell each other first, whether they have a gradient at all, they compare at the end, at once.
     """
     if isinstance(side, Plain):
         yield
         return
-    gathered, begin_call = whole.gathered, schedule_of(side.model).begin_call
+    schedule = schedule_of(side.model)
+    comm, gathered, begin_call = schedule.comm, whole.gathered, schedule.begin_call
+    all_gather_words = comm.all_gather_words
     found: dict[int, Tensor] = {}
+    told: list[int] = []
+    tag = Tag(schedule.executor.step, "full_grad", "root")
 
     def once(flat: Flat, owned: Tensor) -> Tensor:
         if id(flat) not in found:
@@ -111,10 +117,19 @@ def together(side: Plain | Wrapped) -> Iterator[None]:
             found[id(flat)] = gathered(flat, owned)
         return found[id(flat)]
 
+    def tell_later(words: Sequence[int], about: Tag) -> list[list[int]]:
+        if about != tag:
+            return all_gather_words(words, about)
+        told.extend(words)
+        return [list(words)] * comm.world_size
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "gathered", once)
-        patch.setattr(schedule_of(side.model), "begin_call", lambda what: None)
+        patch.setattr(schedule, "begin_call", lambda what: None)
+        patch.setattr(comm, "all_gather_words", tell_later)
         yield
+    if told:
+        assert all_gather_words(told, tag) == [told] * comm.world_size
 
 
 def train(
