@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Timer
+from threading import Thread
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def hang_on(rank: int, world_size: int, culprit: int, lock_path: str) -> None:
         with open(lock_path, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             subprocess.Popen(["sleep", "60"], pass_fds=[lock.fileno()])
+            print("hangs", file=lock, flush=True)
             time.sleep(60)
 
 
@@ -69,9 +71,12 @@ def unpicklable(rank: int, world_size: int) -> object:
 
 def assert_released(lock_path: Path) -> None:
     """Assert that every process that `hang_on` started has ended."""
-    time.sleep(0.5)  # the kernel closes a killed process's files a moment later
     with open(lock_path) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for _ in range(100):  # the kernel closes a killed process's files a moment later
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.01)
+    pytest.fail("a process that a rank has started goes on")
 
 
 def test_results_come_back_in_rank_order_over_one_group() -> None:
@@ -100,9 +105,14 @@ def test_an_interrupted_case_leaves_no_rank_behind(tmp_path: Path) -> None:
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    def interrupt_once_it_hangs() -> None:
+        while not (lock_path.exists() and lock_path.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
     before = signal.signal(signal.SIGUSR2, interrupt)
     try:
-        Timer(3.0, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        Thread(target=interrupt_once_it_hangs, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             run_ranks(hang_on, 2, 1, str(lock_path))
     finally:
@@ -114,7 +124,7 @@ def test_an_interrupted_case_leaves_no_rank_behind(tmp_path: Path) -> None:
 def test_a_rank_that_raises_is_reported_first_with_its_traceback(culprit: int) -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        run_ranks(raise_on, 2, culprit)
+        run_ranks(raise_on, 2, culprit, grace=0.2)
     assert time.monotonic() - started < 10.0, "the other rank was waited for"
     text = str(failure.value)
     assert f"rank {culprit} failed first" in text.splitlines()[0]
