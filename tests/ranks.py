@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 # What a rank would otherwise import itself; none of it starts a thread. pytest comes with the
-# test's module, and torch._dynamo (800 modules, a second) with the first step of any optimizer.
+# test's module, as the last three do; torch._dynamo (800 modules, a second) with the first step of
+# any optimizer.
 PRELOADED = [
     *("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo"),
-    *("torch.nn.parallel", "pytest", "zshard"),
+    *("torch.nn.parallel", "pytest", "zshard", "ranks", "models", "training"),
 ]
 
 # What comm="auto" stands for; the ranks get it from the test's process.
@@ -104,8 +105,11 @@ def start_server() -> None:
     _context.set_forkserver_preload(PRELOADED)
     # One thread a rank: the server must not start a pool before it forks, and the ranks of a case
     # share the cores of one machine.
-    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    os.environ.update(dict.fromkeys(before, "1"))
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    given = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
+    before = {name: os.environ.get(name) for name in (*threads, "PYTHONPATH")}
+    os.environ.update(threads, PYTHONPATH=path)  # the server is told no other path
     try:
         forkserver.ensure_running()
     finally:

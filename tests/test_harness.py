@@ -33,8 +33,8 @@ def identity(rank: int, world_size: int) -> tuple[int, int, int]:
 
 
 def server_and_imports(rank: int, world_size: int) -> tuple[int, bool]:
-    # Nothing that this module imports brings torch._dynamo: only the server's own import does.
-    return os.getppid(), "torch._dynamo" in sys.modules
+    # Nothing that this module imports brings these: only the server's own import does.
+    return os.getppid(), {"torch._dynamo", "training"} <= sys.modules.keys()
 
 
 def raise_on(rank: int, world_size: int, culprit: int) -> None:
