@@ -134,6 +134,14 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name_before_anything_i
     goes_on(zshard.wrap(model))
 
 
+def test_a_parameter_whose_name_leads_to_no_module_is_refused_by_name() -> None:
+    model = Blocks()
+    model.taken = nn.Module()  # as torchrl's losses keep the parameters of their networks
+    model.taken._parameters["up.weight"] = model.blocks[0].up.weight
+    with pytest.raises(zshard.WrapError, match=r"'taken\.up\.weight' leads to no module"):
+        zshard.wrap(model)
+
+
 class Keeper(Block):
     """Keeps a reference to its weight from inside forward, as a careless logger does."""
 

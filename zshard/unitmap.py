@@ -76,6 +76,7 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
     Raises:
         InputError: for a ``units`` that cannot be understood, names no module of the model, or a
             container that is never called.
+        WrapError: for a parameter whose name leads to no module.
     """
     names = {name for name in unit_names(model, units) if name}
     home: dict[str, int] = {"": 0}  # module name -> index of the innermost unit around it
@@ -92,7 +93,13 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
             found.append((name, module))
     params: list[list[Owned]] = [[] for _ in found]
     for owned in owned_parameters(model, ignored):
-        around = {home[path.rpartition(".")[0]] for path in owned.names}
+        holders = {path: path.rpartition(".")[0] for path in owned.names}
+        if lost := [path for path, holder in holders.items() if holder not in home]:
+            raise WrapError(
+                f"{lost[0]!r} leads to no module: a module has parameters of others, as losses of "
+                "torchrl do. Wrap those others, before it is made of them."
+            )
+        around = {home[holder] for holder in holders.values()}
         params[around.pop() if len(around) == 1 else 0].append(owned)
     specs = [
         UnitSpec(name, module, parent, tuple(own))
