@@ -93,7 +93,7 @@ def no_checkpoint(rank: int, size: int, folder: str) -> None:
     for path, words in {
         "gone": "does not exist",
         "file": "a file",
-        "things": "no checkpoint.json",
+        "things": r"no checkpoint.json.*zshard\.latest",
     }.items():
         with pytest.raises(zshard.CheckpointError, match=f"{folder}/{path}.*{words}"):
             zshard.load(f"{folder}/{path}", model, optimizer)
@@ -106,6 +106,8 @@ def no_checkpoint(rank: int, size: int, folder: str) -> None:
     for bad in (None, 3, "", b"bytes", "a\0b", "\ud800"):
         with pytest.raises(zshard.InputError, match="path="):
             zshard.save(bad, model)  # type: ignore[arg-type]
+    with pytest.raises(zshard.InputError, match=r"path=None.*zshard\.latest"):
+        zshard.load(zshard.latest(folder), model)  # type: ignore[arg-type]
     with pytest.raises(zshard.InputError, match="folder=None"):
         zshard.latest(None)  # type: ignore[arg-type]
     for bad in ("a\0b", "\ud800"):

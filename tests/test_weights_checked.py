@@ -153,3 +153,12 @@ def test_damaged_checksums_are_no_leave_to_go_on_without(tmp_path: Path) -> None
     flip(tmp_path / "one/checkpoint.json")
     with pytest.raises(zshard.CheckpointError, match=r"checkpoint\.json"):
         zshard.load_weights(build(2), tmp_path / "one")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e8m0fnu, "bfloat16"])
+def test_an_export_in_a_dtype_that_weights_would_be_lost_in_is_refused(
+    tmp_path: Path, dtype: object
+) -> None:
+    with pytest.raises(zshard.InputError, match=r"dtype=.*expected one of floating-point numbers"):
+        zshard.export(tmp_path / "a", zshard.wrap(nn.Linear(3, 2)), dtype=dtype)  # type: ignore[arg-type]
+    assert not (tmp_path / "a").exists()

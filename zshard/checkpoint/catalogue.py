@@ -68,7 +68,10 @@ def find(target: str) -> str:
         raise CheckpointError(f"{target}: there is no checkpoint: it does not exist")
     if not files.is_folder(target):
         raise CheckpointError(f"{target}: is a file; a checkpoint is a folder with {NAME}")
-    raise CheckpointError(f"{target}: is not a zshard checkpoint: it has no {NAME}")
+    raise CheckpointError(
+        f"{target}: is not a zshard checkpoint: it has no {NAME}; of the checkpoints in a folder, "
+        "zshard.latest names the newest"
+    )
 
 
 def targets_in(folder: str) -> list[str]:

@@ -13,7 +13,8 @@ from ..digest import digest
 from ..layout import Range
 from ..units.flat import Flat
 
-_SIGNED = {  # what torch's index_put_ takes in the place of what it does not
+_PUT_AS = {  # what torch's index_put_ takes in the place of what it does not
+    torch.float8_e8m0fnu: torch.uint8,
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
@@ -171,8 +172,8 @@ class HeldWhole(Held):
         tensor, values = self._tensor, values.to(self._tensor.device, self.dtype)
         if tensor.is_conj():  # index_put_ would write to memory what is read conjugated
             tensor, values = tensor.conj(), values.conj_physical()
-        if signed := _SIGNED.get(self.dtype):
-            tensor, values = tensor.view(signed), values.view(signed)
+        if put_as := _PUT_AS.get(self.dtype):
+            tensor, values = tensor.view(put_as), values.view(put_as)
         tensor[self._index(at)] = values
 
     def _index(self, at: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,8 @@ def absolute(path: object, *, resolve: bool = True) -> str:
         InputError: if it is no path.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InputError(f"path={path!r}: expected the path of a checkpoint")
+        hint = "; zshard.latest gives None where it finds none" if path is None else ""
+        raise InputError(f"path={path!r}: expected the path of a checkpoint{hint}")
     name = os.fspath(path)
     if not isinstance(name, str) or "\0" in name:
         raise InputError(f"path={path!r}: expected text without NUL")

@@ -145,9 +145,12 @@ def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None)
 
     def take() -> Contents:
         if dtype is not None and not (
-            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES
+            isinstance(dtype, torch.dtype)
+            and dtype.is_floating_point
+            and dtype in CODES
+            and torch.finfo(dtype).min < 0
         ):
-            raise InputError(f"dtype={dtype!r}: expected a dtype of floating-point numbers")
+            raise InputError(f"dtype={dtype!r}: expected one of floating-point numbers with a sign")
         contents, _ = contents_of_model(schedule, path)
         weights = {
             name: _Cast(held, dtype) if dtype and held.dtype.is_floating_point else held

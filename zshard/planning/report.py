@@ -36,7 +36,7 @@ def report(plan: Plan, fit: Fit | None, title: str) -> str:
     scale = _GB if plan.peak >= 1e9 else _MB
     lines = [
         f"{title}, over {plan.world_size} ranks: {plan.parameters:,} parameters in "
-        f"{len(plan.units)} units",
+        f"{len(plan.units)} unit{'s' * (len(plan.units) > 1)}",
         _table(plan, fit, scale),
         f"A rank sends {scale.text(sent)} {scale.name} a step in {count} collectives "
         f"({plan.strategy}).",
