@@ -122,11 +122,10 @@ def test_an_interrupted_case_leaves_no_rank_behind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_raises_is_reported_first_with_its_traceback(culprit: int) -> None:
-    started = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(raise_on, 2, culprit, grace=0.2)
-    assert time.monotonic() - started < 10.0, "the other rank was waited for"
     text = str(failure.value)
+    assert f"--- rank {1 - culprit} returned" not in text, "the other rank was waited for"
     assert f"rank {culprit} failed first" in text.splitlines()[0]
     assert f"--- rank {culprit} raised" in text.splitlines()[1]
     assert f"ValueError: planted on {culprit}" in text and "in raise_on" in text
@@ -139,7 +138,7 @@ def test_a_hang_is_killed_at_the_deadline_with_its_stack_and_its_children(
     started = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(hang_on, 2, 1, str(lock_path), timeout=3.0)
-    assert 3.0 <= time.monotonic() - started < 10.0
+    assert time.monotonic() - started >= 3.0
     text = str(failure.value)
     assert "ranks [1] hung past 3 s" in text.splitlines()[0]
     assert "--- rank 0 returned" in text
