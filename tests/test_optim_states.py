@@ -42,6 +42,27 @@ def test_hooks_of_states_see_and_change_them_as_those_of_torchs_optimizers_do() 
     assert torch.equal(found["1"]["exp_avg"].local, named["state"]["1"]["exp_avg"])
 
 
+@pytest.mark.parametrize("goes_on", ["load", "into one without momentum", "copy"])
+def test_sums_of_a_momentum_that_is_0_for_a_while_are_loaded_and_copied(goes_on: str) -> None:
+    sides = []
+    for kind in (zshard.SGD, torch.optim.SGD):
+        param = nn.Parameter(torch.ones(5))
+        optimizer = kind([param], lr=0.1, momentum=0.9)
+        for step, momentum in enumerate((0.9, 0.0, 0.0, 0.9)):
+            if step == 2 and goes_on == "copy":
+                optimizer = copy.deepcopy(optimizer)
+                (param,) = optimizer.param_groups[0]["params"]
+            elif step == 2:
+                saved = optimizer.state_dict()
+                optimizer = kind([param], lr=0.1, momentum=0.9 if goes_on == "load" else 0.0)
+                optimizer.load_state_dict(saved)
+            optimizer.param_groups[0]["momentum"] = momentum
+            param.grad = torch.full((5,), 1.0 + step)
+            optimizer.step()
+        sides.append(param.detach())
+    torch.testing.assert_close(*sides)
+
+
 def test_what_an_optimizer_keeps_for_all_parameters_is_loaded() -> None:
     params = [nn.Parameter(torch.ones(2))]
     first, second = zshard.AdamW(params), zshard.AdamW(params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class _FusedAdam(FusedOptimizer):
         if not all(0 <= _number("betas", beta) < 1 for beta in betas):
             raise InputError(f"betas={betas}: both must lie in [0, 1)")
 
-    def _state_names(self) -> tuple[str, ...]:
+    def _state_names(self, states: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
@@ -189,11 +189,12 @@ class SGD(FusedOptimizer):
                 "momentum and no dampening"
             )
 
-    def _state_names(self) -> tuple[str, ...]:
+    def _state_names(self, states: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         # A momentum of 0 leaves the sums as they are, for when it is another again.
-        begun = any("momentum_buffer" in bucket.names for bucket in self._buckets.values())
-        has_momentum = begun or any(group["momentum"] != 0 for group in self.param_groups)
-        return ("momentum_buffer",) if has_momentum else ()
+        has_sums = any(group["momentum"] != 0 for group in self.param_groups) or any(
+            "momentum_buffer" in values for values in states
+        )
+        return ("momentum_buffer",) if has_sums else ()
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")

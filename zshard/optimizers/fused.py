@@ -10,6 +10,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ class FusedOptimizer(Optimizer):
         self._laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the states, made for it
 
     @abstractmethod
-    def _state_names(self) -> tuple[str, ...]:
-        """The states of a parameter, each of the size of its shard."""
+    def _state_names(self, states: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+        """A parameter's states, of its shard's size; ``states``: what is there, or will be."""
 
     @abstractmethod
     def _hyper(self, group: dict[str, Any]) -> Hyper:
@@ -140,11 +141,11 @@ class FusedOptimizer(Optimizer):
                     change.begun = True
                 self._op()(*shards, *tables, chosen, grad_scale)
 
-    def lay_out(self) -> None:
-        """Lay out buckets and states anew, if the parameters are not those of last time."""
+    def lay_out(self, given: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Lay out buckets and states (those ``given``, too) anew, if parameters have changed."""
         grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
         params = [p for p, _ in grouped]
-        names = self._state_names()
+        names = self._state_names(chain((self.state.get(p, {}) for p in params), given))
         signature: list[tuple[object, ...]] = [
             (id(p), type(p), i, _is_trained(p), _address(p), names) for p, i in grouped
         ]
@@ -275,7 +276,7 @@ class FusedOptimizer(Optimizer):
             return {"state": others, "param_groups": own_groups}
 
         def put_states(_: Optimizer) -> None:
-            self.lay_out()
+            self.lay_out(saved.values())
             for param, values in saved.items():
                 note_states(type(self).__name__, param, values)
             self._restore(list(saved.items()))
