@@ -71,6 +71,18 @@ def test_what_an_optimizer_keeps_for_all_parameters_is_loaded() -> None:
     assert second.state["epoch"] == {"seen": 3}
 
 
+def test_states_of_what_is_no_parameter_are_refused_and_nothing_changes() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = zshard.AdamW([param])
+    param.grad = torch.ones(2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"] = {str(number): values for number, values in saved["state"].items()}
+    with pytest.raises(zshard.OptimizerError, match="'0': no group has such a parameter"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[param]["step"] == 1
+
+
 def test_a_parameter_that_is_refused_at_a_step_costs_the_others_no_states() -> None:
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     optimizer = zshard.AdamW(params)

@@ -267,7 +267,9 @@ class FusedOptimizer(Optimizer):
             params, others = self._numbered(given), {}
             for key, values in given["state"].items():
                 if key not in params:
-                    others[key] = values  # of no parameter
+                    if isinstance(values, dict) and values.keys() & self._state_names([values]):
+                        raise OptimizerError(f"the state of {key!r}: no group has such a parameter")
+                    others[key] = values  # of all parameters
                 elif tensors := as_tensors(values):
                     param = params[key]
                     check_fits(param, tensors, self.state.get(param, {}))
