@@ -83,6 +83,19 @@ def test_states_of_what_is_no_parameter_are_refused_and_nothing_changes() -> Non
     assert optimizer.state[param]["step"] == 1
 
 
+def test_sums_of_another_shape_are_refused_without_momentum_too_and_nothing_changes() -> None:
+    narrow, wide = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
+    theirs = torch.optim.SGD([narrow], lr=0.1, momentum=0.9)
+    narrow.grad = torch.ones(3)
+    theirs.step()
+    ours = zshard.SGD([wide], lr=0.5)
+    wide.grad = torch.ones(5)
+    ours.step()
+    with pytest.raises(zshard.OptimizerError, match=r"'momentum_buffer' .*\(5,\), got \(3,\)"):
+        ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.5
+
+
 def test_a_parameter_that_is_refused_at_a_step_costs_the_others_no_states() -> None:
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     optimizer = zshard.AdamW(params)

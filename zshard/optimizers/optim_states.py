@@ -65,6 +65,9 @@ def check_fits(
     Raises:
         OptimizerError: with the first that is missing, of another shape, or cut otherwise.
     """
+    if states and "momentum_buffer" in values:  # zshard.SGD makes it then, where it has none yet
+        numel = param.local_numel if isinstance(param, Sharded) else param.numel()
+        states = {"momentum_buffer": torch.empty(numel, device="meta")} | states
     for name, own in states.items():
         if name not in values or not _fits(values[name], own, param):
             label, due = str(tuple(param.shape)), own.shape
