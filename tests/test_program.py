@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import zshard
-from zshard.schedule import LIVE
+from zshard.schedule import live
 from zshard.step.program import Op, Turn, learn
 from zshard.tag import Tag
 
@@ -100,7 +100,7 @@ def example(rank: int, world_size: int) -> list[tuple[str, str]]:
         elif op in ("all_gather", "reduce_scatter"):
             issued.append(f"{tag.phase} {NAMES[tag.unit]}")
 
-    next(iter(LIVE)).comm.interpose = note
+    live()[0].comm.interpose = note
     steps = []
     for step in range(3):
         model.skips = (rank, step) == (1, 2)

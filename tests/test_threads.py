@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from steps import batch
 from torch import Tensor, nn
 
 import zshard
+from zshard.units.flat import Flat
 
 _SECONDS = 60.0  # of a thread's wait for its turn, at most
 
@@ -84,3 +86,21 @@ def test_models_of_several_threads_on_one_rank_have_the_bits_of_one_thread(strat
     together = trained_by_threads(strategy, 3)
     for count in (1, 2):
         assert together[:count] == trained_by_threads(strategy, count)
+
+
+def test_a_model_that_another_thread_wraps_while_an_optimizer_lays_out_its_states_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state_bytes, meanwhile = zshard.AdamW.state_bytes, []
+
+    def wraps_meanwhile(*args: Any) -> dict[Flat, int]:
+        with ThreadPoolExecutor(1) as pool:
+            meanwhile.append(pool.submit(zshard.wrap, nn.Linear(2, 2)).result())
+        return state_bytes(*args)
+
+    monkeypatch.setattr(zshard.AdamW, "state_bytes", wraps_meanwhile)
+    model = zshard.wrap(Blocks())
+    optimizer = zshard.AdamW(model.parameters())
+    model(batch(0, 0)).square().mean().backward()
+    optimizer.step()
+    assert meanwhile

@@ -50,7 +50,12 @@ from .training_state import TrainingState
 from .unit import State, Unit
 from .units.pool import Pool
 
-LIVE: weakref.WeakSet[Schedule] = weakref.WeakSet()  # of all wrapped models
+_LIVE: weakref.WeakKeyDictionary[Schedule, None] = weakref.WeakKeyDictionary()
+
+
+def live() -> list[Schedule]:
+    """Those of all wrapped models, made at once: other threads may wrap more meanwhile."""
+    return [schedule for each in _LIVE.keyrefs() if (schedule := each()) is not None]
 
 
 class Schedule:
@@ -91,7 +96,7 @@ class Schedule:
             for flat in unit.flats:
                 flat.belong_to(unit, self)
         self.forward = ForwardHooks(self)
-        LIVE.add(self)
+        _LIVE[self] = None
 
     # --- units -----------------------------------------------------------------------------------
 

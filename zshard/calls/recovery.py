@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from ..errors import CommError
-from ..schedule import LIVE, Schedule
+from ..schedule import Schedule, live
 from ..step.debts import forgive
 from ..step.updates import Tally
 from ..tag import Tag
@@ -40,7 +40,7 @@ def recover(schedule: Schedule) -> None:
     neighbours = schedule.comm.shards.neighbours
     assert neighbours is not None
     models = sorted(
-        (each for each in LIVE if each.comm.shards.neighbours is neighbours),
+        (each for each in live() if each.comm.shards.neighbours is neighbours),
         key=lambda each: each.agreement.number,
     )
     if any(not each.comm.shards.in_memory or each.comm.replicas.size > 1 for each in models):

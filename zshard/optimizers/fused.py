@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import Error, InputError, OptimizerError
 from ..param import Sharded
-from ..schedule import LIVE, Schedule
+from ..schedule import Schedule, live
 from ..step.updates import note_states, note_step
 from ..units.flat import Flat
 from .buckets import Bucket, Hyper, Kind, buckets_of, has_grad, require_updatable
@@ -186,7 +186,7 @@ class FusedOptimizer(Optimizer):
 
     def tell_ledgers(self, replaced: Saved = ()) -> None:
         """Tell the ledgers of the wrapped models what the states take; see ``state_bytes``."""
-        for schedule in LIVE:
+        for schedule in live():
             if self in schedule.optimizers:
                 nbytes = sum(self.state_bytes(schedule, replaced).values())
                 schedule.pool.ledger.set_optimizer(id(self), nbytes)

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import OptimizerError, StateError
 from ..param import Sharded
-from ..schedule import LIVE
+from ..schedule import live
 
 # Of each whole parameter that a context has in the modules now, by id: itself, and the sharded one.
 # No weak reference meanwhile, with which torch.utils.swap_tensors would refuse it.
@@ -120,7 +120,7 @@ def refuse_parameters_of_a_copy(params: Sequence[torch.Tensor]) -> None:
 def _wrapped_like(params: Sequence[torch.Tensor]) -> str | None:
     """The class of a wrapped model that has gradients, and parameters of the shapes of these."""
     shapes = sorted(tuple(p.shape) for p in params)
-    for schedule in LIVE:
+    for schedule in live():
         if sorted(tuple(p.shape) for p in schedule.parameters()) == shapes:
             schedule.reducer.read_outcome()
             if any(any(flat.grads.present) for flat in schedule.reducer.trained_flats):
