@@ -136,8 +136,9 @@ def test_where_one_parameter_has_another_shape_none_is_taken() -> None:
         pytest.raises(zshard.InputError, match="bias: cannot copy a tensor of shape"),
         zshard.full_params(model, write=True),
     ):
-        nn.init.ones_(model[0].weight)
+        nn.init.ones_(model[0].weight).requires_grad_(False)
         model[-1].bias = nn.Parameter(torch.ones(99))
+    assert model[0].weight.requires_grad
     assert all(map(torch.equal, zshard.state_dict(model).values(), before.values()))
     model(torch.ones(2, 5))
 

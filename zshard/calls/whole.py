@@ -162,11 +162,11 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         _compare(schedule, wholes)
     params = schedule.parameters()
     left = [value for whole in wholes.values() for value in whole]
+    # All slices first: where one is refused, nothing is taken.
+    slices = [own_slice(p, v.detach()) for p, v in zip(params, left, strict=True) if write]
     for param, value in zip(params, left, strict=True):
         param.requires_grad_(value.requires_grad)
     if write:
-        # All slices first: where one is refused, nothing is taken.
-        slices = [own_slice(p, v.detach()) for p, v in zip(params, left, strict=True)]
         for param, mine in zip(params, slices, strict=True):
             _take_back(param, mine)
 
