@@ -198,3 +198,17 @@ def sparse_buffer(rank: int, world_size: int) -> list[bool]:
 
 def test_a_sparse_buffer_that_would_be_broadcast_is_refused_at_wrap() -> None:
     assert run_ranks(sparse_buffer, 2) == [[True]] * 2
+
+
+def sparse_on_one(rank: int, world_size: int) -> str:
+    model = nn.Linear(2, 2)
+    mask = torch.eye(2)
+    model.register_buffer("mask", mask.to_sparse() if rank else mask)
+    with pytest.raises(zshard.MismatchError) as caught:
+        zshard.wrap(model)
+    return str(caught.value)
+
+
+def test_a_buffer_that_is_sparse_on_some_ranks_alone_is_refused_on_all() -> None:
+    for message in run_ranks(sparse_on_one, 2):
+        assert "sparse buffers" in message and "mask" in message
