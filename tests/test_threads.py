@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,7 @@ from steps import batch
 from torch import Tensor, nn
 
 import zshard
+from zshard.step.agreement import Agreement
 from zshard.units.flat import Flat
 
 _SECONDS = 60.0  # of a thread's wait for its turn, at most
@@ -86,6 +88,21 @@ def test_models_of_several_threads_on_one_rank_have_the_bits_of_one_thread(strat
     together = trained_by_threads(strategy, 3)
     for count in (1, 2):
         assert together[:count] == trained_by_threads(strategy, count)
+
+
+def test_a_thread_ends_no_part_of_a_pass_of_another_threads_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would, were the models to meet: what runs freely then changes a pass under way."""
+    finish_part, threads = Agreement._finish_part, defaultdict(set)
+
+    def noted(agreement: Agreement) -> None:
+        threads[agreement].add(threading.get_ident())
+        finish_part(agreement)
+
+    monkeypatch.setattr(Agreement, "_finish_part", noted)
+    trained_by_threads("zero3", 3)
+    assert [len(idents) for idents in threads.values()] == [1, 1, 1]
 
 
 def test_a_model_that_another_thread_wraps_while_an_optimizer_lays_out_its_states_is_no_error(
