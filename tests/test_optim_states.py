@@ -63,6 +63,22 @@ def test_sums_of_a_momentum_that_is_0_for_a_while_are_loaded_and_copied(goes_on:
     torch.testing.assert_close(*sides)
 
 
+def test_a_groups_momentum_comes_later_as_torchs_does_where_another_has_one() -> None:
+    sides = []
+    for kind in (zshard.SGD, torch.optim.SGD):
+        params = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+        groups = [{"params": params[:1], "momentum": 0.5}, {"params": params[1:]}]
+        optimizer = kind(groups, lr=0.1, dampening=0.5)
+        for step, momentum in enumerate((0.0, 0.0, 0.9, 0.0, 0.9)):
+            optimizer.param_groups[1]["momentum"] = momentum
+            for param in params[: 2 + step % 2]:  # the last has a gradient in every second step
+                param.grad = torch.full((5,), 1.0 + step)
+            optimizer.step()
+            optimizer.zero_grad()
+        sides.append([param.detach() for param in params])
+    torch.testing.assert_close(*sides)
+
+
 def test_what_an_optimizer_keeps_for_all_parameters_is_loaded() -> None:
     params = [nn.Parameter(torch.ones(2))]
     first, second = zshard.AdamW(params), zshard.AdamW(params)

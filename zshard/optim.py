@@ -9,7 +9,7 @@ import torch
 
 from . import ops
 from .errors import InputError
-from .optimizers.buckets import Hyper
+from .optimizers.buckets import Bucket, Hyper, Kind
 from .optimizers.fused import FusedOptimizer, ParamGroups
 
 
@@ -199,6 +199,13 @@ class SGD(FusedOptimizer):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
         return tuple(_number(name, group[name]) for name in names)
+
+    def _update(self, kind: Kind, bucket: Bucket, active: list[bool], hypers: list[Hyper]) -> None:
+        super()._update(kind, bucket, active, hypers)
+        if any(active) and bucket.states and not all(hyper[1] for hyper in hypers):
+            # A sum begins, undamped, with its first step that has momentum, whatever came before.
+            idle = bucket.hypers[:, 1] == 0
+            bucket.steps -= idle.long() if all(active) else idle * bucket.active
 
     def _torch_settings(self) -> dict[str, Any]:
         return {}
