@@ -275,3 +275,17 @@ def test_a_weight_of_a_class_of_its_own_is_refused_by_name_and_goes_through_torc
     saved = torch.load(tmp_path / "b", weights_only=False)
     assert torch.equal(saved["0.weight"].a, two.a)
     assert torch.equal(saved["1.weight"], zshard.full_param(model, "1.weight"))
+
+
+def test_complex_numbers_of_an_optimizer_come_back_or_are_refused_by_name(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    kept = torch.tensor(complex(0.5, float("-inf")), dtype=torch.complex64)
+    optimizer.state[model.weight]["turned"] = kept
+    zshard.save(tmp_path / "a", model, optimizer)
+    optimizer.state.clear()
+    zshard.load(tmp_path / "a", model, optimizer)
+    assert torch.equal(optimizer.state[model.weight]["turned"], kept)
+    optimizer.state[model.bias]["turned"] = kept.to(torch.complex128)
+    with pytest.raises(zshard.InputError, match=r"'turned' of bias is of torch\.complex128"):
+        zshard.save(tmp_path / "b", model, optimizer)

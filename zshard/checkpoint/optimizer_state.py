@@ -23,6 +23,7 @@ from ..param import Sharded
 from .held import Held, HeldSlice, HeldWhole
 from .inventory import as_json, as_text, saved_range
 from .manifest import Json, OptimizerRecord
+from .tensorfile import CODES
 
 COMMON = ""  # stands for a parameter's name where a state is of all of them
 _NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
@@ -97,6 +98,8 @@ def optimizer_inventory(
         what = f"the optimizer's state {key!r}{of}"
         if not isinstance(value, torch.Tensor):
             entry["value"] = as_json(value, what)
+        elif is_scalar(value) and value.dtype not in CODES:
+            raise InputError(f"{what} is of {value.dtype}, which checkpoints do not have")
         elif is_scalar(value):
             scalars.append((entry, value))
         elif param is not None:
@@ -192,8 +195,8 @@ def _read_scalars(scalars: Sequence[tuple[dict[str, Json], torch.Tensor]]) -> No
     """Fill in the values of 0-d tensors."""
     numbers = _read_back([value for _, value in scalars])
     for (entry, value), number in zip(scalars, numbers, strict=True):
-        finite = not isinstance(number, float) or math.isfinite(number)
-        entry["value"] = number if finite else str(number)
+        in_json = isinstance(number, int) or (isinstance(number, float) and math.isfinite(number))
+        entry["value"] = number if in_json else str(number)
         entry["dtype"] = str(value.dtype).removeprefix("torch.")
         entry["on"] = "host" if value.device.type == "cpu" else "device"
 
@@ -213,10 +216,11 @@ def _read_back(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 def scalar_of(entry: Mapping[str, Json], device: torch.device) -> object:
     """What an entry without a tensor stands for."""
-    value, dtype = entry["value"], entry.get("dtype")
+    value: object = entry["value"]
+    dtype = entry.get("dtype")
     if dtype is None:
         return value
     if isinstance(value, str):
-        value = _NOT_FINITE[value]
+        value = complex(value) if dtype == "complex64" else _NOT_FINITE[value]
     where = "cpu" if entry["on"] == "host" else device
     return torch.tensor(value, dtype=getattr(torch, str(dtype)), device=where)
