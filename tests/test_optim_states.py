@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +86,35 @@ def test_what_an_optimizer_keeps_for_all_parameters_is_loaded() -> None:
     first.state["epoch"] = {"seen": 3}
     second.load_state_dict(first.state_dict())
     assert second.state["epoch"] == {"seen": 3}
+
+
+def test_what_a_script_keeps_in_a_parameters_state_stays_there(tmp_path: Path) -> None:
+    kept = {"note": "warm", "seen": 3, "at": [1, 2], "rate": torch.tensor(0.5)}
+    for plain in (True, False):
+        model = nn.Linear(3, 5)
+        model = model if plain else zshard.wrap(model)
+        optimizer, other = (zshard.AdamW(model.parameters(), lr=0.1) for _ in range(2))
+        if not plain:
+            zshard.save(tmp_path / "before", model, optimizer)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.state[model.weight].update(kept)
+        del optimizer.state[model.bias]  # all states are laid out anew
+        optimizer.step()
+        other.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(other.state_dict())
+        for each in (optimizer, other):
+            assert kept.items() <= each.state[model.weight].items()
+            assert each.state[model.weight]["step"] == 2
+        assert not kept.keys() & other.state[model.bias].keys()
+        if not plain:
+            zshard.save(tmp_path / "a", model, optimizer)
+            other = zshard.AdamW(model.parameters(), lr=0.1)
+            for target in (other, optimizer):
+                zshard.load(tmp_path / "a", model, target)
+                assert kept.items() <= target.state[model.weight].items()
+            zshard.load(tmp_path / "before", model, other)
+            assert other.state[model.weight]["step"] == 0
 
 
 def test_states_of_what_is_no_parameter_are_refused_and_nothing_changes() -> None:

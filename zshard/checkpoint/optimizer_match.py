@@ -130,7 +130,11 @@ def _state(
     entries = saved.optimizer.state[key]
     own = optimizer.state.get(param, {}) if isinstance(optimizer, FusedOptimizer) else None
     uncounted = entries.keys() == {"momentum_buffer"}  # torch.optim.SGD counts no steps
-    if own and entries and own.keys() != entries.keys() | ({"step"} if uncounted else set()):
+    apart = (own or {}).keys() ^ (entries.keys() | ({"step"} if uncounted else set()))
+    # One value of its own is the user's, and may be there or not.
+    kept = {n for n in entries if "tensor" not in entries[n]}
+    kept |= {n for n, value in (own or {}).items() if is_scalar(value) and n != "step"}
+    if own and entries and not apart <= kept:
         match.problems.append(
             f"the optimizer's state of {name}: {sorted(entries)} were saved, and it has "
             f"{sorted(own)} now"
@@ -139,7 +143,7 @@ def _state(
     state: dict[str, Any] = {}
     for state_name, entry in entries.items():
         label = f"the optimizer's state {state_name!r} of {name}"
-        before = own[state_name] if own else None
+        before = own.get(state_name) if own else None
         scalar = "tensor" not in entry
         if scalar:
             value = _value(entry, label, param.device, match)
@@ -150,7 +154,8 @@ def _state(
             value = before if own else _empty_state(param, stored.torch_dtype)
         # torch.optim's state of a 0-d parameter is 0-d, that of zshard's optimizers 1-D.
         alike = is_scalar(before) == scalar or param.ndim == 0
-        if own and not (alike and torch.is_tensor(value) == torch.is_tensor(before)):
+        alike = alike and torch.is_tensor(value) == torch.is_tensor(before)
+        if own and state_name in own and not alike:
             match.problems.append(f"{label}: a scalar was saved, or is there now, but not both")
             continue
         state[state_name] = value
@@ -160,7 +165,7 @@ def _state(
     if own and uncounted:
         state["step"] = torch.ones_like(own["step"])
     if own and not entries:  # as before the first step
-        state = {k: torch.zeros_like(v) for k, v in own.items()}
+        state = {k: torch.zeros_like(v) for k, v in own.items() if isinstance(v, torch.Tensor)}
     return state
 
 

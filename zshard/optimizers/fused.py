@@ -22,10 +22,10 @@ from ..schedule import Schedule, live
 from ..step.updates import note_states, note_step
 from ..units.flat import Flat
 from .buckets import Bucket, Hyper, Kind, buckets_of, has_grad, require_updatable
-from .optim_states import as_sharded, as_tensors, check_fits, sharded_like, slice_of
+from .optim_states import as_sharded, check_fits, saved_states, sharded_like, slice_of
 from .stand_ins import refuse_parameters_of_a_copy
 
-Saved = Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]  # parameters and their states
+Saved = Sequence[tuple[torch.Tensor, dict[str, Any]]]  # parameters and their states
 ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
@@ -230,11 +230,11 @@ class FusedOptimizer(Optimizer):
         self.lay_out()
 
         def as_torchs(_: Optimizer, found: dict[str, Any]) -> None:
-            params = self._numbered(found)
-            found["state"] = {
-                key: sharded_like(params[key], values) if key in params else values
-                for key, values in found["state"].items()
-            }
+            states = found["state"]
+            for key, param in self._numbered(found).items():
+                if key in states:
+                    names = self._state_names([states[key]])
+                    states[key] = sharded_like(param, states[key], names)
             settings = self._torch_settings() | _TORCH_LAUNCHES
             found["param_groups"] = [settings | group for group in found["param_groups"]]
 
@@ -252,7 +252,7 @@ class FusedOptimizer(Optimizer):
             OptimizerError: if it is of other parameters, of another rule, or sharded otherwise.
         """
         self.lay_out()
-        saved: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        saved: dict[torch.Tensor, dict[str, Any]] = {}
 
         def take_states(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             theirs, ours = (
@@ -270,10 +270,10 @@ class FusedOptimizer(Optimizer):
                     if isinstance(values, dict) and values.keys() & self._state_names([values]):
                         raise OptimizerError(f"the state of {key!r}: no group has such a parameter")
                     others[key] = values  # of all parameters
-                elif tensors := as_tensors(values):
-                    param = params[key]
-                    check_fits(param, tensors, self.state.get(param, {}))
-                    saved[param] = tensors
+                elif states := saved_states(values):
+                    param, names = params[key], ("step", *self._state_names([states]))
+                    check_fits(param, states, self.state.get(param, {}), names)
+                    saved[param] = states
             own_groups = [self.own_settings(group) for group in given["param_groups"]]
             return {"state": others, "param_groups": own_groups}
 
@@ -325,12 +325,12 @@ class FusedOptimizer(Optimizer):
 
     def _restore(self, states: Saved) -> None:
         for param, values in states:
-            own = self.state.get(param)
-            if not own:  # frozen since; it may be trained again
-                self.state[param] = {name: slice_of(value) for name, value in values.items()}
-            elif own.keys() <= values.keys():
+            own = self.state.get(param, {})
+            if own.keys() <= values.keys():
                 for name, state in own.items():
                     as_sharded(param, state).copy_(as_sharded(param, values[name]))
+            # Of what is frozen since, which may be trained again, and what else the user keeps.
+            self.state[param] = {name: slice_of(value) for name, value in values.items()} | own
 
 
 # What torch.optim's groups say beside the rule: by which kernels it is carried out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,25 +11,26 @@ from ..errors import OptimizerError
 from ..param import Sharded
 
 
-def as_tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+def saved_states(values: dict[str, Any]) -> dict[str, Any]:
     """Saved states, with the step that torch.optim.SGD does not count: its momentum has begun.
 
     A step may be a number, as in old versions of torch, and a momentum that has not begun None.
     """
-    found = {
-        name: value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
-        for name, value in values.items()
-        if value is not None
-    }
-    if found.keys() == {"momentum_buffer"}:
-        found["step"] = torch.ones((), dtype=torch.int64, device="cpu")
+    found = {name: value for name, value in values.items() if value is not None}
+    if "momentum_buffer" in found:
+        found.setdefault("step", 1)
+    if not isinstance(found.get("step"), torch.Tensor | None):
+        found["step"] = torch.tensor(found["step"], device="cpu")
     return found
 
 
-def sharded_like(param: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
-    """States of ``param`` as a state_dict has them."""
+def sharded_like(
+    param: torch.Tensor, values: dict[str, Any], names: Collection[str]
+) -> dict[str, Any]:
+    """States of ``param`` as a state_dict has them, those of ``names`` sharded like it."""
     counted = {name: value.float() for name, value in values.items() if name == "step"}
-    return {name: as_sharded(param, value) for name, value in values.items()} | counted
+    sharded = {name: as_sharded(param, values[name]) for name in names if name in values}
+    return values | sharded | counted
 
 
 def as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -58,9 +60,9 @@ def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
 
 
 def check_fits(
-    param: torch.Tensor, values: dict[str, torch.Tensor], states: dict[str, torch.Tensor]
+    param: torch.Tensor, values: dict[str, Any], states: dict[str, Any], names: Collection[str]
 ) -> None:
-    """Make sure that ``values`` can be copied into the ``states`` of ``param``.
+    """Make sure that ``values`` can be copied into the ``states`` of ``param``, those of ``names``.
 
     Raises:
         OptimizerError: with the first that is missing, of another shape, or cut otherwise.
@@ -68,7 +70,7 @@ def check_fits(
     if states and "momentum_buffer" in values:  # zshard.SGD makes it then, where it has none yet
         numel = param.local_numel if isinstance(param, Sharded) else param.numel()
         states = {"momentum_buffer": torch.empty(numel, device="meta")} | states
-    for name, own in states.items():
+    for name, own in ((n, s) for n, s in states.items() if n in names):
         if name not in values or not _fits(values[name], own, param):
             label, due = str(tuple(param.shape)), own.shape
             if isinstance(param, Sharded):
