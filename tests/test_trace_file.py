@@ -129,6 +129,12 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(zshard.InputError, match=rf"{name} is not what Trace\.save"):
             zshard.merge_traces(tmp_path / "whole.json", [part, tmp_path / name])
+    for events in ('[{"ts": "soon"}]', '[{"ts": 1, "id": []}]', '["ts"]', "[5]", "{}", "7"):
+        wrong = NO_RANK.replace("{}", '{"rank": 1}').replace("[]", events, 1)
+        (tmp_path / "wrong.json").write_text(wrong)
+        reason = "it has the event" if events[0] == "[" else "it lacks traceEvents"
+        with pytest.raises(zshard.InputError, match=rf"wrong\.json is not what .*: {reason}"):
+            zshard.merge_traces(tmp_path / "whole.json", [part, tmp_path / "wrong.json"])
     assert not (tmp_path / "whole.json").exists()
 
 

@@ -73,10 +73,13 @@ def merge_traces(path: StrPath, parts: Iterable[StrPath]) -> None:
         ranks[rank] = part
         later = (content["baseTimeNanoseconds"] - base) / 1e3
         for event in content["traceEvents"]:
-            if "ts" in event:
-                event["ts"] += later
-            if "id" in event:
-                event["id"] = numbers.setdefault((index, event["id"]), len(numbers))
+            try:
+                if "ts" in event:
+                    event["ts"] += later
+                if "id" in event:
+                    event["id"] = numbers.setdefault((index, event["id"]), len(numbers))
+            except TypeError as error:
+                raise _damaged(part, f"it has the event {event!r:.200}") from error
             merged.append(event)
     content = {"traceEvents": merged, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
     write_whole(path, lambda whole: whole.write_text(json.dumps(content), encoding="utf-8"))
@@ -85,15 +88,20 @@ def merge_traces(path: StrPath, parts: Iterable[StrPath]) -> None:
 def _read(part: StrPath) -> Json:
     try:
         content = json.loads(Path(part).read_text(encoding="utf-8"))
-        keys = {"traceEvents", "baseTimeNanoseconds", "otherData"}
-        if isinstance(content, dict) and keys <= content.keys():
-            other = content["otherData"]
-            if isinstance(other, dict) and type(other.get("rank")) is int:
+        keys = ("traceEvents", "baseTimeNanoseconds", "otherData")
+        if isinstance(content, dict) and content.keys() >= set(keys):
+            events, base, other = (content[key] for key in keys)
+            rank = other.get("rank") if isinstance(other, dict) else None
+            if isinstance(events, list) and type(base) is type(rank) is int:
                 return content
-        reason = f"it lacks {', '.join(sorted(keys))} or its rank"
+        reason = f"it lacks {', '.join(keys)} or its rank"
     except (OSError, TypeError, ValueError) as error:
         reason = str(error)
-    raise InputError(f"merge_traces: {part} is not what Trace.save has written: {reason}")
+    raise _damaged(part, reason)
+
+
+def _damaged(part: StrPath, reason: str) -> InputError:
+    return InputError(f"merge_traces: {part} is not what Trace.save has written: {reason}")
 
 
 class _Writer:
