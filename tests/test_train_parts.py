@@ -3,13 +3,16 @@
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from ranks import run_ranks
 
 import zshard
+from zshard.errors import InputError
 from zshard.gpt import GPT, SIZES, GPTConfig, generate
+from zshard.training import train
 from zshard.training.data import Corpus, find_files
 from zshard.training.job import Job, Place
 from zshard.training.metrics import MetricsError, MetricsLog, StepMetrics, plot_loss, read_metrics
@@ -161,6 +164,32 @@ def test_a_preset_has_the_size_its_name_says(size: str) -> None:
         model = GPT(TrainOptions(size=size).model_config())
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     assert millions == pytest.approx(float(size[:-1]), rel=0.03)
+
+
+def test_a_plan_of_a_run_is_of_the_transport_that_the_environment_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ZSHARD_COMM", "peer")
+    with pytest.raises(InputError, match="comm='peer': h100 was not measured"):
+        plan_of(TrainOptions(machine="h100", plan=True), 2, "cpu")
+    monkeypatch.setenv("ZSHARD_COMM", "pear")
+    with pytest.raises(InputError, match="ZSHARD_COMM='pear'"):
+        plan_of(TrainOptions(), 2, "cpu")
+
+
+def test_rank_0_alone_plans_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text").write_text("x" * 999)
+    options = TrainOptions(data=(str(tmp_path),), plan=True)
+    monkeypatch.setattr(train, "output_folder", lambda *_: tmp_path)
+    for rank, planned, made in ((0, 1, 0), (1, 0, 1)):
+        job = Mock(rank=rank, world_size=2, device=torch.device("cpu"))
+        monkeypatch.setattr(train, "Job", lambda *_, job=job: job)
+        plan_of, run = Mock(side_effect=InterruptedError), Mock(side_effect=InterruptedError)
+        monkeypatch.setattr(train, "plan_of", plan_of)
+        monkeypatch.setattr(train, "Run", run)
+        with pytest.raises(InterruptedError):
+            train.train(options, Place(rank, 2))
+        assert (plan_of.call_count, run.call_count) == (planned, made)
 
 
 def test_a_plan_of_a_run_that_recomputes_does_not_suggest_to_do_so() -> None:

@@ -209,7 +209,7 @@ def train(options: TrainOptions, place: Place) -> int:
     options = replace(options, ranks=job.world_size)
     out = output_folder(job, options.out)
     planned = None
-    if options.plan:
+    if options.plan and job.rank == 0:
         planned = plan_of(options, job.world_size, job.device.type)
         job.say(announce(planned, options))
     run = Run(job, options, corpus, origin)

@@ -15,6 +15,7 @@ from ..errors import PlanError
 from ..gpt import GPT
 from ..planning import Plan, plan
 from ..planning.report import report
+from ..transports.transport import asked_for
 from ..units.ledger import KINDS
 from .metrics import StepMetrics
 from .options import TrainOptions
@@ -26,8 +27,11 @@ def plan_of(options: TrainOptions, world_size: int, device: str) -> Plan:
     """The plan of a run; with times where the options name a machine.
 
     Raises:
-        InputError: for a machine that is none.
+        InputError: for a machine that is none; for a ZSHARD_COMM that is none, or not known of it.
     """
+    comm, wrong = asked_for("auto", None)
+    if wrong is not None:
+        raise wrong
     config = replace(options.model_config(), activation_checkpointing=False)  # planned, not built
     with torch.device("meta"):
         model = GPT(config)
@@ -39,6 +43,7 @@ def plan_of(options: TrainOptions, world_size: int, device: str) -> Plan:
         batch=(options.batch, options.seq),
         checkpointing=options.activation_checkpointing,
         machine=options.machine,
+        comm=comm,
         backend="nccl" if device == "cuda" else "gloo",
     )
 
