@@ -147,6 +147,7 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--resume", "EMPTY"], "it contains no whole checkpoint"),
         (["--resume", "SHORT"], "SHORT: there is no such folder"),
         (["--out", "SHORT/run"], "--out .*/SHORT/run: .*/SHORT is no folder"),
+        (["--out", "EMPTY", "--data", "EMPTY"], "name another one, .*/EMPTY/run for instance"),
         (["--plan", "--machine", "h1"], "machine='h1': expected one of a100, h100, h200"),
     ],
 )

@@ -140,7 +140,7 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
     if "resume" not in given:
         options = TrainOptions(**given)  # type: ignore[arg-type]
         if options.out:
-            _refuse_used(options.out)
+            _refuse_used(options.out, options.data)
         return options
     origin = find_origin(Path(str(given["resume"])))
     saved = options_of(origin)
@@ -159,7 +159,7 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
             f"--resume {origin.path} is in no run's folder: say with --out where the run goes on"
         )
     if home is None or Path(str(out)).resolve() != Path(home).resolve():
-        _refuse_used(str(out))
+        _refuse_used(str(out), cast("tuple[str, ...]", given.get("data", saved.data)))
     # What is traced and planned is for a run to say, each time.
     anew = {"trace": None, "plan": False, "machine": None}
     options = replace(saved, **{**anew, **given, "out": out})  # type: ignore[arg-type]
@@ -171,7 +171,12 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
     return options
 
 
-def _refuse_used(out: str) -> None:
+def _refuse_used(out: str, data: tuple[str, ...]) -> None:
+    if os.path.realpath(out) in map(os.path.realpath, data):
+        raise InputError(
+            f"--out {out}: --data takes its text from this folder, and from no folder of a run, "
+            f"so that none could be resumed: name another one, {Path(out, 'run')} for instance"
+        )
     # os.path's: a path that cannot be is no run's folder, and not an OSError either.
     if os.path.exists(Path(out, "metrics.jsonl")) or os.path.isdir(Path(out, RUN_FOLDER)):
         raise InputError(
