@@ -92,6 +92,49 @@ def test_on_one_rank_activations_agree_to_the_byte(checkpointing: bool) -> None:
         assert planned.peak == measured.total
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x).relu(), self.right(x).tanh()
+
+
+class Several(nn.Module):
+    """The forward of every unit returns several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        both = (x, x)
+        for block in self.blocks:
+            both = block(both[0] + both[1])
+        return {"both": list(both)}
+
+
+def test_outputs_in_containers_live_no_longer_than_the_plain_models() -> None:
+    batch = torch.ones(50, 8)
+    planned = zshard.plan(Several(), 1, batch=batch)
+    model = zshard.wrap(Several())
+
+    def step() -> None:
+        outputs = model(batch)["both"]
+        loss = torch.stack([output.float().mean() for output in outputs]).sum()
+        del outputs
+        loss.backward()
+        model.zero_grad()
+
+    step()
+    step()
+    gc.collect()
+    with LiveBytes() as live:
+        step()
+    assert live.peak == planned.activations.bytes
+
+
 def all_peaks(rank: int, size: int, strategies: tuple[str, ...]) -> list[Measured]:
     return [each for strategy in strategies for each in peaks(strategy)]
 

@@ -18,7 +18,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: object)
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    children, spec = tree_flatten(value, is_leaf=lambda item: item is not value)
+    # By its id: torch's tree_flatten makes a cycle that holds this function until it is collected.
+    outermost = id(value)
+    children, spec = tree_flatten(value, is_leaf=lambda item: id(item) != outermost)
     if not (len(children) == 1 and children[0] is value):
         mapped = [map_tensors(function, child) for child in children]
         same = all(after is before for after, before in zip(mapped, children, strict=True))
