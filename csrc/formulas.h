@@ -190,7 +190,8 @@ struct Adamw {
 
     // Of step number `step` (the first is 1).
     ZSHARD_HD static Factors factors(const Hyper& h, int64_t step) {
-        const bool decoupled = h.decoupled != 0.0;
+        // Without a decay both are the same, but for g + 0 * p where p is infinite.
+        const bool decoupled = h.decoupled != 0.0 || h.weight_decay == 0.0;
         const double decay = decoupled ? 1.0 - h.lr * h.weight_decay : h.weight_decay;
         return {.beta2 = static_cast<float>(h.beta2),
                 .one_minus_beta1 = static_cast<float>(1.0 - h.beta1),

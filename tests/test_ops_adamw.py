@@ -30,6 +30,14 @@ def test_adamw_agrees_with_torch_within_rounding(hyper: list[float]) -> None:
         torch.testing.assert_close(call.states[ours][0], torch_opt.state[param][theirs])
 
 
+@pytest.mark.parametrize("decoupled", [1.0, 0.0])
+def test_a_decay_of_zero_adds_nothing_to_an_infinite_parameter(decoupled: float) -> None:
+    call = make("adamw_", [3], hypers=[[1e-3, 0.9, 0.99, 1e-8, 0.0, decoupled]])
+    call.masters[0].fill_(-float("inf"))
+    ops.adamw_(*call.arguments())
+    assert call.masters[0].tolist() == [-float("inf")] * 3
+
+
 def test_no_state_is_optional() -> None:
     for name in ("exp_avgs", "exp_avg_sqs"):
         refuses_change("adamw_", [f"{name} has 0 entries but masters has 2"], **{name: []})

@@ -33,7 +33,7 @@ def adamw_(
 
         g *= grad_scale
         p *= 1 - lr * weight_decay                                  (decoupled), or
-        g += weight_decay * p                                       (L2)
+        g += weight_decay * p                                       (L2, unless it is 0)
         m += (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
         p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)

@@ -188,7 +188,7 @@ def _adamw_update(
     c = adamw_factors(hyper, step)
     if hyper[5]:
         p.mul_(c.decay)
-    else:
+    elif hyper[4]:
         g = g + p * c.decay
     m.add_((g - m) * c.one_minus_beta1)
     v.copy_(v * c.beta2 + (g * c.one_minus_beta2) * g)
