@@ -51,9 +51,15 @@ class Cuda:
 
 def run(command: list[str]) -> str:
     """Run a command and return all it printed; a failure ends the build and shows the same."""
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    except OSError as error:
+        raise BuildError(
+            f"cannot run {command[0]!r} ({error.strerror}): install g++ 11 or newer, or set CXX to "
+            "the path of a C++ compiler, without arguments"
+        ) from None
     if done.returncode:
         raise BuildError(f"{shlex.join(command)}\n{done.stdout}\nexit status {done.returncode}")
     return done.stdout

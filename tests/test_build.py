@@ -14,7 +14,7 @@ import pytest
 import torch
 from build_backend import Torch, find_torch
 from incremental import update
-from toolchain import BuildError, Cuda, Toolchain, find_cuda, max_jobs
+from toolchain import BuildError, Cuda, Toolchain, find_cuda, max_jobs, run
 
 from zshard import _C
 from zshard.errors import InputError
@@ -142,6 +142,13 @@ def test_an_nvcc_that_misses_a_target_is_refused_with_what_it_knows(monkeypatch,
         find_cuda(CPU_TORCH)
     monkeypatch.setenv("ZSHARD_CUDA_ARCHS", "80,90")
     assert find_cuda(CPU_TORCH) == Cuda(old_nvcc, "12.4", ["80", "90"])
+
+
+def test_a_compiler_that_is_not_there_is_named_with_the_switch(monkeypatch):
+    monkeypatch.setenv("CXX", "ccache g++")
+    command = Toolchain(CPU_TORCH, None).compile(Path("csrc/cpu/pack.cpp"), Path("pack.o"))
+    with pytest.raises(BuildError, match=r"cannot run 'ccache g\+\+' \(No such file.*set CXX"):
+        run(command)
 
 
 @pytest.mark.parametrize("archs", [["80", "90", "100"], ["100", "80", "90"]])
