@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training import Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
+from zshard.transports import shared
 from zshard.wrap import schedule_of
 
 PRECISIONS = {
@@ -144,7 +145,7 @@ def with_little_memory(rank: int, world_size: int, where: str) -> tuple[str, int
     if where == "pages" and rank == 1:
 
         def reserve(opened: int, begin: int, nbytes: int) -> None:
-            if nbytes > 4 << 20:
+            if nbytes >= 4 << 20:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         os.posix_fallocate = reserve
@@ -164,6 +165,29 @@ def test_too_little_memory_is_an_error_on_every_rank_that_says_how_much_is_neede
         needed = int(said.split("needs ")[1].split()[0])
         assert shard <= needed < shard + 16384, "in whole pages"
         assert left_open == 0
+
+
+def reserved(rank: int, world_size: int) -> list[tuple[int, int]]:
+    asked = list[tuple[int, int]]()
+    reserve = os.posix_fallocate
+
+    def ask(opened: int, begin: int, nbytes: int) -> None:
+        asked.append((begin, nbytes))
+        reserve(opened, begin, nbytes)
+
+    os.posix_fallocate = ask
+    zshard.wrap(torch.nn.Linear(2048, 2048), comm="peer")
+    return asked
+
+
+def test_memory_is_reserved_in_pieces_that_a_timer_leaves_time_for() -> None:
+    for rank, asked in enumerate(run_ranks(reserved, 2)):
+        assert max(nbytes for _, nbytes in asked) == shared._PIECE
+        first = asked.index(next(each for each in asked if each[1] == shared._PIECE))
+        begins, sizes = zip(*asked[first : first + 3], strict=True)  # of the shard
+        shard = 4 * (2048 * 2048 + 2048) // 2
+        assert shard <= sum(sizes) < shard + 16384, "in whole pages"
+        assert [begin - rank * sum(sizes) for begin in begins] == [0, sizes[0], 2 * sizes[0]]
 
 
 def refused(rank: int, world_size: int, shape: tuple[int, ...], first: int) -> str:

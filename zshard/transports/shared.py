@@ -29,6 +29,9 @@ from .processes import descriptor_path
 
 _PRESENCE_BYTES = 64  # of each rank, at the start of a window: what _C.Rendezvous counts in
 _SMALL = 1 << 20  # bytes: windows below this share extents of this size
+# Bytes reserved at a time, in a millisecond or so. Older kernels undo a request when any signal
+# comes, and it is made again: where a profiler's timer ticks a long one would never end.
+_PIECE = 4 << 20
 
 
 class NoSharedMemory(WrapError):
@@ -95,7 +98,8 @@ def _map(path: str, part: int, ranks: Ranks) -> torch.Tensor:
     """(N, part) uint8, the shared file; this rank's part is reserved."""
     opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        os.posix_fallocate(opened, ranks.rank * part, part)
+        for begin in range(0, part, _PIECE):
+            os.posix_fallocate(opened, ranks.rank * part + begin, min(_PIECE, part - begin))
     finally:
         os.close(opened)
     with torch.inference_mode(False):  # it outlives a first use there
