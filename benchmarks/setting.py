@@ -14,8 +14,8 @@ UNITS = 48  # of the model that measures the host's overhead
 _TINY_WIDTH = 16
 _BATCHES = 4
 
-# Relative, of the losses.
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "bf16/bf16": 2e-2}
+# Relative, of the losses. One that reduces nothing is off by 2e-3 to 2e-2 in bf16, peers by 1e-4.
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-3, "bf16/bf16": 1e-3}
 
 
 @dataclass(frozen=True)

@@ -298,12 +298,14 @@ def test_bench_step_trains_every_peer_and_variant_alike_and_keeps_every_figure(
     ]
 
 
-def check_one_that_reduces_nothing(rank: int, world_size: int) -> str:
+def check_one_that_reduces_nothing(
+    rank: int, world_size: int, model: str, tokens: int, precision: str
+) -> str:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from bench_step import check_losses
     from contestants import MAKERS, Setting
 
-    setting = Setting("tiny", 5, "fp32", torch.device("cpu"))
+    setting = Setting(model, tokens, precision, torch.device("cpu"))
     try:
         check_losses([MAKERS[name](setting) for name in ("zshard", "fsdp2", "plain")], setting)
     except AssertionError as error:
@@ -311,11 +313,17 @@ def check_one_that_reduces_nothing(rank: int, world_size: int) -> str:
     return "the losses agree"
 
 
-def test_a_contestant_that_trains_otherwise_is_found_before_anything_is_timed() -> None:
-    for rank, message in enumerate(run_ranks(check_one_that_reduces_nothing, 2)):
-        # The first losses are those of one model; the first update tells them apart.
-        assert message.startswith(f"rank {rank}, tiny fp32, step 1: the loss is ")
-        assert " with plain and " in message
+@pytest.mark.parametrize(
+    ("model", "tokens", "precision"), [("tiny", 5, "fp32"), ("small", 128, "bf16/bf16")]
+)
+def test_a_contestant_that_trains_otherwise_is_found_before_anything_is_timed(
+    model: str, tokens: int, precision: str
+) -> None:
+    given = (model, tokens, precision)
+    for rank, message in enumerate(run_ranks(check_one_that_reduces_nothing, 2, *given)):
+        # The first losses are those of one model; updates tell them apart.
+        where = f"rank {rank}, {model} {precision}, step [12]"
+        assert re.match(f"{where}: the loss is .* with plain and ", message), message
 
 
 def test_the_wheel_has_every_benchmark_and_what_it_compiles(tmp_path: Path) -> None:
