@@ -161,6 +161,19 @@ def test_bench_ops_keeps_every_figure_and_the_share_of_the_copy(tmp_path: Path) 
     assert f"{share['median']:.2f}" in printed.split("of copy")[1]
 
 
+def test_a_case_that_no_peer_can_replay_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from plots import plot_ops
+    from protocol import Result
+
+    sides = {"copy": 8}, {"copy": 8, "copy by a kernel": 8}, {"pack_": 8, "copy": 8}
+    results = [Result("case", {name: [1.0] for name in side}, [1.0], side) for side in sides]
+    plot_ops(results, tmp_path / "plot.png", "title")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
 def test_bench_collectives_checks_every_way_and_keeps_every_figure(tmp_path: Path) -> None:
     report, printed = run(tmp_path, "collectives", "--millions", "1", plots=False)
     check_figures(report, printed)
