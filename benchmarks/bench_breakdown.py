@@ -4,9 +4,9 @@ A table of one whole step (forward, backward, clip, AdamW): compute, exposed com
 reduce, optimizer, copies, and the host's own work. The parts are timed by wrapping the seam's
 functions and the ops from outside while a step runs, each without what it calls of the others, so
 that they add up. Compute is the plain model's forward and backward, in the same rounds and
-processes, its gradients dropped as they come. What is left of a step is the host's: hooks and
-bookkeeping, pages that the allocator has given back, and what the collectives' threads take away
-from computing; their processor time is given beside it.
+processes. What is left of a step is the host's: hooks and bookkeeping, pages that the allocator has
+given back, and what the collectives' threads take away from computing; their processor time is
+given beside it.
 """
 
 from __future__ import annotations
@@ -191,16 +191,9 @@ def _run(contestant: Contestant, batch: tuple[torch.Tensor, torch.Tensor]) -> tu
     return time.perf_counter() - start, time.thread_time() - run
 
 
-def _drop(param: torch.Tensor) -> None:
-    param.grad = None
-
-
 def measure(case: str, setting: Setting, effort: Effort, variant: Variant) -> Breakdown:
     """Run the step with its parts timed, the step without, and compute, once a round each."""
     trained, alone = make_zshard(setting, variant), MAKERS["compute"](setting)
-    for param in alone.model.parameters():
-        # As a sharded step does. All of them alive at once, in fresh memory, take longer to make.
-        param.register_post_accumulate_grad_hook(_drop)
     batches = setting.batches(dist.get_rank())
     order, shuffler = ["step", "unprobed", "compute"], random.Random(0)
     rounds: list[list[tuple[float, float]]] = []

@@ -339,6 +339,21 @@ def test_a_contestant_that_trains_otherwise_is_found_before_anything_is_timed(
         assert re.match(f"{where}: the loss is .* with plain and ", message), message
 
 
+def test_what_computes_alone_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from contestants import MAKERS, Setting
+
+    setting = Setting("tiny", 5, "fp32", torch.device("cpu"))
+    compute = MAKERS["compute"](setting)
+    found = []
+    first = next(compute.model.parameters())  # the last to get its gradient
+    first.register_post_accumulate_grad_hook(
+        lambda _: found.append([p.grad for p in compute.model.parameters()])
+    )
+    compute.step(*setting.batches(0)[0])
+    assert found and not any(grad is not None for grads in found for grad in grads)
+
+
 def test_the_wheel_has_every_benchmark_and_what_it_compiles(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)],
