@@ -196,15 +196,22 @@ def make_fsdp1(setting: Setting) -> Contestant:
     return Contestant("FSDP1", model, _fused_adamw(model), lambda m: m.clip_grad_norm_(_MAX_NORM))
 
 
+def _ddp(setting: Setting) -> DistributedDataParallel:
+    """Gradients are views of the buckets; buffers, constants here, are not sent in each forward."""
+    return DistributedDataParallel(
+        setting.build(), gradient_as_bucket_view=True, broadcast_buffers=False
+    )
+
+
 def make_ddp(setting: Setting) -> Contestant:
-    """DDP, its gradients views of the buckets. fp32 only: it has no precision policy."""
-    model = DistributedDataParallel(setting.build(), gradient_as_bucket_view=True)
+    """DDP. fp32 only: it has no precision policy."""
+    model = _ddp(setting)
     return Contestant("DDP", model, _fused_adamw(model), _torch_clip)
 
 
 def make_zero1(setting: Setting) -> Contestant:
     """DDP with torch's ZeroRedundancyOptimizer, which broadcasts its parameters in buckets."""
-    model = DistributedDataParallel(setting.build(), gradient_as_bucket_view=True)
+    model = _ddp(setting)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
         optimizer_class=torch.optim.AdamW,

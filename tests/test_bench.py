@@ -339,6 +339,21 @@ def test_a_contestant_that_trains_otherwise_is_found_before_anything_is_timed(
         assert re.match(f"{where}: the loss is .* with plain and ", message), message
 
 
+def collectives_of_ddp(rank: int, world_size: int) -> set[str]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from contestants import MAKERS, Setting
+
+    setting = Setting("tiny", 5, "fp32", torch.device("cpu"))
+    ddp = MAKERS["ddp"](setting)
+    with torch.profiler.profile() as profile:
+        ddp.step(*setting.batches(rank)[0])
+    return {event.name for event in profile.events() if event.name.startswith("c10d::")}
+
+
+def test_ddp_sends_gradients_and_nothing_else() -> None:
+    assert run_ranks(collectives_of_ddp, 2) == [{"c10d::allreduce_"}] * 2
+
+
 def test_what_computes_alone_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from contestants import MAKERS, Setting
