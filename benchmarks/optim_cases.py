@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from op_cases import Case, same
+from op_cases import Case, adder, same
 from protocol import Side
 from torch import Tensor
 from workloads import WORKLOADS, random_tensors
@@ -276,6 +276,7 @@ def fused_case(workload: str, peer: torch.dtype, ranks: int) -> Case:
         ]
         shapes = ((numel,),) * ranks
         peers = [random_tensors(shapes, peer, device) for _ in range(sets)]
+        add = adder(numel, peer, device)
 
         def ours(i: int) -> None:
             states[i].fused_step(peers[i], scale)
@@ -285,9 +286,7 @@ def fused_case(workload: str, peer: torch.dtype, ranks: int) -> Case:
             states[i].zshard_step()
 
         def torch_sequence(i: int) -> None:
-            grad = states[i].grads[0].copy_(peers[i][0])
-            for other in peers[i][1:]:
-                grad.add_(other)
+            add(grad := states[i].grads[0], peers[i])
             torch.linalg.vector_norm(grad.mul_(scale)).isfinite()
             states[i].torch_passes()
 

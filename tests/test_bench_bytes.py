@@ -89,6 +89,26 @@ def test_a_fused_adamw_reads_four_and_writes_three(traffic: Traffic) -> None:
     assert traffic.written[op] == pytest.approx(3 * a.nbytes, abs=4)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "reads"),
+    [
+        (torch.float32, {"aten::add": 2, "aten::add_": 2}),
+        (torch.bfloat16, {"aten::copy_": 3 / 2, "aten::add_": 4}),
+    ],
+)
+def test_torch_adds_what_is_fp32_and_two_such_rows_at_once(
+    dtype: torch.dtype, reads: dict[str, float], traffic: Traffic
+) -> None:
+    from op_cases import adder
+
+    rows, out = list(torch.randn(3, 600).to(dtype)), torch.empty(600)
+    add = adder(600, dtype, torch.device("cpu"))
+    with traffic:
+        add(out, rows)
+    assert torch.equal(out, rows[0].float() + rows[1] + rows[2])
+    assert {op: n / out.nbytes for op, n in traffic.read.items()} == reads
+
+
 def test_what_is_left_out_is_not_counted(traffic: Traffic) -> None:
     class Seam:
         def move(self, a: Tensor) -> Tensor:
