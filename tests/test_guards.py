@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import models
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import zshard
+from zshard.wrap import schedule_of
 
 
 class Leaky(Block):
@@ -103,6 +105,38 @@ def test_between_forward_and_backward_the_modules_hold_sharded_parameters() -> N
     one_step(plain, 0, 1)
     for name, param in plain.named_parameters():
         assert torch.equal(zshard.full_grad(model, name), param.grad), name
+
+
+class Tolerant(Blocks):
+    """Goes on without the blocks that raise an exception."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            with contextlib.suppress(ValueError):
+                x = block(x)
+        return self.outlet(x)
+
+
+def blocks_that_raise(rank: int, world_size: int, strategy: str) -> tuple[bool, int]:
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    model = zshard.wrap(Tolerant(), strategy=strategy)
+    params = list(model.parameters())
+    for block in model.blocks:
+        block.down.register_forward_hook(fail)
+    loss = models.loss_of(model, batch(rank, 0))
+    same = all(now is before for now, before in zip(model.parameters(), params, strict=True))
+    loss.backward()
+    return same, schedule_of(model).pool.peak_live
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_a_unit_whose_exception_the_model_catches_is_resharded(strategy: str) -> None:
+    for same, live in run_ranks(blocks_that_raise, 2, strategy):
+        assert same
+        assert live <= 2
 
 
 class Written(Block):

@@ -214,11 +214,12 @@ class ForwardHooks:
             return None
         self._backward.recomputation.leave(unit)
         if unit.forward_io.raised:
-            # Inside the root's forward that is the root's to settle.
             if self._executor.state is TrainingState.BACKWARD:
                 if isinstance(sys.exc_info()[1], _StopRecomputationError):
                     self._backward.recomputed(unit)
-            elif self._executor.state is TrainingState.IDLE and not inside_backward():
+            elif self._executor.state is TrainingState.FORWARD or not inside_backward():
+                # The model may catch the exception, and go on.
+                self._executor.leave(unit)
                 unit.forward_io.drop_inputs()
                 self._executor.release(unit)
             return None
