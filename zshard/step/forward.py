@@ -66,8 +66,18 @@ class ForwardHooks:
         self._last_hooks[unit] = handle.id
 
     def _let_hooks_see(self, unit: Unit) -> None:
-        """Move the hook that frees ``unit`` behind those that the user has set since."""
+        """Move the hook that frees ``unit`` behind those that the user has set since.
+
+        Raises:
+            StateError: if the user has removed it.
+        """
         hooks, last = unit.module._forward_hooks, self._last_hooks[unit]
+        if last not in hooks:
+            raise StateError(
+                f"the forward hooks of unit {unit.label!r}, a {type(unit.module).__name__}, were "
+                "removed, zshard's with them. Remove hooks by the handles that their registration "
+                "has returned."
+            )
         if next(reversed(hooks)) != last:
             hooks[last] = hooks.pop(last)
 
