@@ -11,7 +11,6 @@ given beside it.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
 import statistics
@@ -22,11 +21,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from command import LOOK, check, make_parser, positive, write
 from contestants import MAKERS, Contestant, make_zshard
-from environment import describe, headline, write_json
+from environment import describe, headline
 from protocol import Effort, Ratio, median_ratio
 from rank_group import run_ranks
-from setting import Setting
+from setting import TOLERANCE, Setting
 from tqdm import tqdm
 from variant import Variant
 
@@ -235,26 +235,14 @@ def rank_main(settings: list[Setting], effort: Effort, variant: Variant) -> dict
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
-    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--model", choices=[*SIZES], default=["25m", "100m"], help="default: 25m 100m", nargs="+"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=[128, 1024], help="of a rank; default: 128 1024", nargs="+"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=["fp32", "bf16", "bf16/bf16"],
-        default=["fp32", "bf16/bf16"],
-        nargs="+",
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    parser = make_parser(__doc__.splitlines()[0], program, ("quick", "json"))
+    parser.add_argument("--model", choices=SIZES, help="default: 25m 100m", nargs="+")
+    parser.add_argument("--tokens", type=positive, help="of a rank; default: 128 1024", nargs="+")
+    parser.add_argument("--precision", choices=TOLERANCE, help="default: fp32 bf16/bf16", nargs="+")
+    parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
     parser.add_argument("--comm", choices=["group", "peer"], default="group", help="default: group")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     arguments = parser.parse_args(argv)
-    if min(arguments.ranks, *arguments.tokens) < 1:
-        parser.error("--ranks and --tokens: whole numbers, 1 or more")
+    check(parser, arguments)
     effort = Effort.of(arguments.quick)
     device = torch.device("cpu")  # on CUDA the host does not wait for what it starts
     torch.set_num_threads(1)
@@ -262,9 +250,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     print(f"{headline(facts)}, {arguments.ranks} gloo rank(s)")
     settings = [
         Setting(model, tokens, precision, device)
-        for model in arguments.model
-        for tokens in arguments.tokens
-        for precision in arguments.precision
+        for model in arguments.model or (["small"] if arguments.quick else ["25m", "100m"])
+        for tokens in arguments.tokens or ([128] if arguments.quick else [128, 1024])
+        for precision in arguments.precision or ["fp32", "bf16/bf16"]
     ]
     report = run_ranks(
         rank_main,
@@ -276,17 +264,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     results = [Breakdown(**fields) for fields in report["results"]]  # type: ignore[attr-defined]
     print("\n\n".join(result.table() for result in results))
     print(f"medians of {effort.rounds} rounds after {effort.warmups} warm-ups, means of the ranks")
-    if arguments.json:
-        figures = [result.as_json() for result in results]
-        write_json(
-            arguments.json,
-            {
-                "benchmark": "breakdown",
-                "environment": facts,
-                "quick": arguments.quick,
-                "results": figures,
-            },
-        )
+    if arguments.quick:
+        print(LOOK)
+    report = {"benchmark": "breakdown", "environment": facts, "quick": arguments.quick}
+    write(arguments, {**report, "results": [result.as_json() for result in results]})
 
 
 if __name__ == "__main__":

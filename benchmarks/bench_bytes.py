@@ -9,7 +9,6 @@ what sharding, clipping and the optimizer move. It is given in bytes for each pa
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import NamedTuple, cast
 
 import contestants
 import torch
-from command import check, positive
+from command import check, make_parser, positive
 from contestants import MAKERS, Contestant, make_zshard
 from environment import describe, headline, write_json
 from protocol import aligned
@@ -98,10 +97,7 @@ def table(sides: dict[str, Counter[str]], parameters: int) -> str:
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Count, print the tables, write the file; ends the process with status 2 on bad input."""
-    parser = argparse.ArgumentParser(
-        program, "%(prog)s [options]", cast("str", __doc__).splitlines()[0]
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser = make_parser(cast("str", __doc__).splitlines()[0], program, ("device", "json"))
     parser.add_argument("--model", choices=SIZES, default=["25m"], help="default: 25m", nargs="+")
     parser.add_argument("--tokens", type=positive, default=128, help="of a rank; default: 128")
     parser.add_argument(
@@ -116,7 +112,6 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     parser.add_argument(
         "--gloo", action="store_true", help="count the sums that NCCL's reductions make as gloo's"
     )
-    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     arguments = parser.parse_args(argv)
     check(parser, arguments)
     try:

@@ -248,7 +248,7 @@ def rank_main(sizes: list[str], root: str, effort: Effort) -> dict[str, object]:
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Measure, print the table, write the file; ends the process with status 2 on bad input."""
-    parser = make_parser(__doc__.splitlines()[0], program, of_files=True)
+    parser = make_parser(__doc__.splitlines()[0], program, ("quick", "json"))
     parser.add_argument("--model", choices=SIZES, help="default: 25m 100m", nargs="+")
     parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
     parser.add_argument("--folder", help="on the file system to measure; default: a temporary one")

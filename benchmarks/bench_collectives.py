@@ -7,7 +7,6 @@ is that of the slowest rank, from a common start; outputs are poisoned before, a
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +14,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from command import LOOK, positive
-from environment import describe, headline, write_json
+from command import LOOK, check, make_parser, positive, write
+from environment import describe, headline
 from protocol import NULL, Effort, Result, table
 from rank_group import run_ranks
 from torch import Tensor
@@ -96,7 +95,7 @@ def reductions(whole: Tensor, size: int, comms: dict[Transport, Comm]) -> list[W
     return ways
 
 
-def check(case: str, ways: Sequence[Way], tolerance: float) -> None:
+def check_ways(case: str, ways: Sequence[Way], tolerance: float) -> None:
     """Fail where a way's result is not the first one's."""
     for way in ways:
         way.out.fill_(float("nan"))
@@ -145,19 +144,18 @@ def rank_main(millions: list[int], effort: Effort) -> dict[str, object]:
             "pack and reduce": reductions(whole, size, comms),
         }
         for kind, ways in kinds.items():
-            check(kind, ways, 1e-5 if dtype == torch.float32 else 1e-1)
+            check_ways(kind, ways, 1e-5 if dtype == torch.float32 else 1e-1)
             results.append(asdict(measure(f"{kind} {name}", ways, whole.nbytes, effort)))
     return {"results": results}
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Measure, print the table, write the file; ends the process with status 2 on bad input."""
-    parser = argparse.ArgumentParser(program, "%(prog)s [options]", __doc__.splitlines()[0])
+    parser = make_parser(__doc__.splitlines()[0], program, ("quick", "json"))
     parser.add_argument("--millions", type=positive, nargs="+", help="of elements; default: 16 25")
     parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
-    parser.add_argument("--quick", action="store_true", help="under a minute: only a look")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     arguments = parser.parse_args(argv)
+    check(parser, arguments)
     if arguments.ranks < 2:
         parser.error("--ranks: a collective takes 2 or more")
     millions = arguments.millions or ([4] if arguments.quick else [16, 25])
@@ -173,10 +171,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     print(f"{effort.rounds} rounds after {effort.warmups} warm-ups.")
     if arguments.quick:
         print(LOOK)
-    if arguments.json:
-        report = {"benchmark": "collectives", "environment": facts, "quick": arguments.quick}
-        write_json(arguments.json, {**report, "results": [r.as_json() for r in results]})
-        print(f"every figure: {arguments.json}")
+    report = {"benchmark": "collectives", "environment": facts, "quick": arguments.quick}
+    write(arguments, {**report, "results": [result.as_json() for result in results]})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ tiny plain model has taken a step (which loads what any training loads).
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from command import check, make_parser, positive, write
 from contestants import MAKERS
-from environment import describe, headline, write_json
+from environment import describe, headline
 from rank_group import run_ranks
-from setting import Setting
+from setting import TOLERANCE, Setting
 from torch.profiler import ProfilerActivity, profile
 
 from zshard.gpt import SIZES
@@ -166,19 +166,15 @@ def table(case: str, reports: Sequence[dict[str, object]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
-    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__.splitlines()[0], program, ["json"])
     parser.add_argument(
-        "--model", choices=[*SIZES], default=["25m", "100m"], help="default: 25m 100m", nargs="+"
+        "--model", choices=SIZES, default=["25m", "100m"], help="default: 25m 100m", nargs="+"
     )
     parser.add_argument(
-        "--tokens", type=int, default=[128], help="of a rank; default: 128", nargs="+"
+        "--tokens", type=positive, default=[128], help="of a rank; default: 128", nargs="+"
     )
     parser.add_argument(
-        "--precision",
-        choices=["fp32", "bf16", "bf16/bf16"],
-        default=["fp32"],
-        help="default: fp32",
-        nargs="+",
+        "--precision", choices=TOLERANCE, default=["fp32"], help="default: fp32", nargs="+"
     )
     parser.add_argument(
         "--against",
@@ -187,12 +183,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         nargs="*",
         help="with spaces between; no name: zshard alone (default: all)",
     )
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
-    parser.add_argument("--steps", type=int, default=_STEPS, help=f"default: {_STEPS}")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
+    parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
+    parser.add_argument("--steps", type=positive, default=_STEPS, help=f"default: {_STEPS}")
     arguments = parser.parse_args(argv)
-    if min(arguments.ranks, arguments.steps, *arguments.tokens) < 1:
-        parser.error("--ranks, --steps and --tokens: whole numbers, 1 or more")
+    check(parser, arguments)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else a rank prints that it counts allocations
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -216,10 +210,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
                 case = f"{model} {tokens} tokens {precision}"
                 print(table(case, reports), flush=True)
                 results.append({"case": case, "contestants": reports})
-    if arguments.json:
-        write_json(
-            arguments.json, {"benchmark": "memory", "environment": facts, "results": results}
-        )
+    write(arguments, {"benchmark": "memory", "environment": facts, "results": results})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the next step waits for, and in a barrier between the two they would be over.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -21,11 +20,12 @@ from typing import Literal
 import bench_machine
 import torch
 import torch.distributed as dist
+from command import LOOK, check, make_parser, positive, write
 from contestants import make_zshard
-from environment import describe, headline, stolen, write_json
+from environment import describe, headline, stolen
 from protocol import Effort, Ratio, median_ratio
 from rank_group import run_ranks
-from setting import Setting
+from setting import TOLERANCE, Setting
 from tabulate import tabulate
 from tqdm import tqdm
 from variant import Variant
@@ -191,43 +191,30 @@ def table(cases: Sequence[Case]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
-    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--model", choices=[*SIZES], default=["25m"], help="default: 25m", nargs="+"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=[128], help="of a rank; default: 128", nargs="+"
-    )
-    parser.add_argument(
-        "--precision", choices=["fp32", "bf16", "bf16/bf16"], default=["fp32", "bf16"], nargs="+"
-    )
-    parser.add_argument("--ranks", type=int, default=[1, 2, 4], help="default: 1 2 4", nargs="+")
-    parser.add_argument(
-        "--comm",
-        choices=["group", "peer"],
-        default=["group", "peer"],
-        nargs="+",
-        help="default: both",
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
+    parser = make_parser(__doc__.splitlines()[0], program, ("quick", "json"))
+    parser.add_argument("--model", choices=SIZES, help="default: 25m", nargs="+")
+    parser.add_argument("--tokens", type=positive, help="of a rank; default: 128", nargs="+")
+    parser.add_argument("--precision", choices=TOLERANCE, help="default: fp32 bf16", nargs="+")
+    parser.add_argument("--ranks", type=positive, help="default: 1 2 4", nargs="+")
+    parser.add_argument("--comm", choices=["group", "peer"], nargs="+", help="default: both")
     arguments = parser.parse_args(argv)
-    if min(*arguments.ranks, *arguments.tokens) < 1:
-        parser.error("--ranks and --tokens: whole numbers, 1 or more")
+    check(parser, arguments)
     effort, device = Effort.of(arguments.quick), torch.device("cpu")
     torch.set_num_threads(1)
     facts = {**describe(device), "backend": "gloo"}
     print(headline(facts))
     settings = [
         Setting(model, tokens, precision, device)
-        for model in arguments.model
-        for tokens in arguments.tokens
-        for precision in arguments.precision
+        for model in arguments.model or ["small" if arguments.quick else "25m"]
+        for tokens in arguments.tokens or [128]
+        for precision in arguments.precision or (["fp32"] if arguments.quick else ["fp32", "bf16"])
     ]
     cases: list[Case] = []
     machines: list[object] = []
-    for ranks in arguments.ranks:
-        comms = arguments.comm if ranks > 1 else ["group"]  # nothing is sent
+    for ranks in arguments.ranks or ([2] if arguments.quick else [1, 2, 4]):
+        comms = arguments.comm or (["peer"] if arguments.quick else ["group", "peer"])
+        if ranks == 1:  # nothing is sent
+            comms = ["group"]
         report = run_ranks(
             rank_main,
             (settings, effort, comms, {**facts, "ranks": ranks}),
@@ -240,17 +227,16 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     print(table(cases))
     if (share := stolen()) is not None:
         print(f"the host had {share:.0%} of the work wait for others")
-    if arguments.json:
-        write_json(
-            arguments.json,
-            {
-                "benchmark": "plan",
-                "environment": facts,
-                "quick": arguments.quick,
-                "machines": machines,
-                "results": [case.as_json() for case in cases],
-            },
-        )
+    if arguments.quick:
+        print(LOOK)
+    report = {
+        "benchmark": "plan",
+        "environment": facts,
+        "quick": arguments.quick,
+        "machines": machines,
+        "results": [case.as_json() for case in cases],
+    }
+    write(arguments, report)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from environment import write_json
@@ -13,18 +14,22 @@ from environment import write_json
 LOOK = "This is only a look (--quick): fewer cases and rounds than a claim needs."
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: cpu"},
+    "quick": {"action": "store_true", "help": "under a minute: only a look"},
+    "json": {"metavar": "FILE", "help": "write every figure to FILE"},
+    "plot": {"metavar": "FILE.png", "help": "draw the figures into FILE.png"},
+}
+
+
 def make_parser(
-    description: str, program: str | None, *, of_files: bool = False
+    description: str, program: str | None, options: Iterable[str] = _OPTIONS
 ) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark; one ``of_files`` has no device, nor a plot."""
+    """A parser with those of the benchmarks' common ``options`` that this one has."""
     # A usage of twenty options would hide the error below it.
     parser = argparse.ArgumentParser(program, "%(prog)s [options]", description)
-    if not of_files:
-        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--quick", action="store_true", help="under a minute: only a look")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
-    if not of_files:
-        parser.add_argument("--plot", metavar="FILE.png", help="draw the figures into FILE.png")
+    for option in options:
+        parser.add_argument(f"--{option}", **_OPTIONS[option])
     return parser
 
 

@@ -49,6 +49,11 @@ def command(
         ("ops --plot bars.pdf", "bars.pdf: the file's name has to end with .png"),
         ("ops --json .", "--json .: name a file"),
         ("ops --json README.md/x/a.json", "README.md/x cannot be made"),
+        ("collectives --json README.md/x/a.json", "README.md/x cannot be made"),
+        ("breakdown --json .", "--json .: name a file"),
+        ("memory --json .", "--json .: name a file"),
+        ("plan --json .", "--json .: name a file"),
+        ("plan --ranks 2 0", "--ranks: 0: it has to be a whole number, 1 or more"),
         ("step --ranks two", "--ranks: two: it has to be a whole number"),
         ("step --tokens 8 -3", "--tokens: -3"),
         ("step --model 26m", "--model: invalid choice: '26m'"),
@@ -223,12 +228,12 @@ def test_what_the_host_gave_to_others_is_kept_with_the_figures(
 
 def test_collectives_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from bench_collectives import Way, check
+    from bench_collectives import Way, check_ways
 
     right, wrong = torch.zeros(3), torch.zeros(3)
     ways = [Way("a", lambda: right.zero_(), right), Way("b", lambda: wrong.fill_(1.0), wrong)]
     with pytest.raises(AssertionError, match="sum: b and a differ"):
-        check("sum", ways, 1e-5)
+        check_ways("sum", ways, 1e-5)
 
 
 @pytest.mark.parametrize(("by_kernel", "op"), [(False, "aten::copy_"), (True, "aten::add")])
