@@ -238,6 +238,39 @@ def test_a_forward_that_was_refused_has_no_other_models_inside(comm: str) -> Non
     assert second == ["RuntimeError", "done", "done", "done"]
 
 
+class Writing(nn.Linear):
+    """Writes to its weight in forward, where ``writes``."""
+
+    writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def beside_one_that_wrote(rank: int, world_size: int, comm: str) -> list[str]:
+    """Steps of two models in turn; once, rank 0's forward of the first is refused at its end."""
+    models = [zshard.wrap(Writing(3, 3), init="broadcast", comm=comm) for _ in range(2)]
+    came = []
+    for step in range(4):
+        for model in models:
+            model.writes = (rank, step) == (0, 1) and model is models[0]
+            try:
+                model(batch(rank, step)).sum().backward()
+                came.append("done")
+            except zshard.Error as error:
+                came.append(type(error).__name__)
+    return came
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_forward_that_wrote_to_the_roots_parameters_has_no_other_models_inside(comm: str) -> None:
+    first, second = run_ranks(beside_one_that_wrote, 2, comm)
+    assert first == ["done", "done", "StateError", *["done"] * 5]
+    assert second == ["done", "done", "MismatchError", *["done"] * 5]
+
+
 def test_a_model_whose_forward_has_raised_is_not_kept() -> None:
     model = zshard.wrap(chain(early=True, trains=False)[0])
     handle = model.inlet.register_forward_hook(raise_planted)

@@ -172,8 +172,12 @@ class ForwardHooks:
 
     def _end(self, output: object) -> object:
         """End what ``_begin`` has begun, or a method."""
-        self._root.check_unwritten()
-        output = self._root.copy_views(output)
+        try:
+            self._root.check_unwritten()
+            output = self._root.copy_views(output)
+        except BaseException:
+            self._schedule.reset()
+            raise
         if self._executor.state is TrainingState.FORWARD:
             self._agreement.finish()
             gathered = self._executor.gathered
