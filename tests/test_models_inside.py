@@ -271,6 +271,67 @@ def test_a_forward_that_wrote_to_the_roots_parameters_has_no_other_models_inside
     assert second == ["done", "done", "MismatchError", *["done"] * 5]
 
 
+class Training(nn.Module):
+    """Trains another model between its units, and goes on where that raises, if it ``goes_on``."""
+
+    def __init__(self, inner: nn.Module, goes_on: bool, more: bool) -> None:
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.inner, self.goes_on, self.more = [inner], goes_on, more
+        self.optimizer = zshard.SGD(inner.parameters(), lr=0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.outlet[0](self.inlet(x))
+        try:
+            self.inner[0](x.detach()).sum().backward()
+            self.optimizer.step()
+        except (Planted, zshard.StateError):
+            if not self.goes_on:
+                raise
+        return self.outlet[1](x) if self.more else x
+
+
+def trains_inside(
+    rank: int, world_size: int, comm: str, who: set[int], goes_on: bool, more: bool
+) -> list[str]:
+    """Steps with a backward inside, which raises in some of them, half way, on ranks ``who``."""
+    torch.manual_seed(0)
+    inner = zshard.wrap(chain(early=False, trains=False)[0], comm=comm)
+    outer = zshard.wrap(Training(inner, goes_on, more), comm=comm)
+    optimizer = zshard.SGD(outer.parameters(), lr=0.05)
+    came = []
+    for step in range(6):
+        handle = None
+        if rank in who and step in (1, 2, 4):
+            handle = inner.blocks[0].register_full_backward_pre_hook(raise_planted)
+        try:
+            outer(batch(rank, step)).sum().backward()
+            optimizer.step()
+            came.append("done")
+        except (Planted, zshard.StateError) as error:
+            came.append(type(error).__name__)
+        if handle is not None:
+            handle.remove()
+        for model in (inner, outer):
+            model.zero_grad()
+    zshard.full_param(outer, "inlet.weight")
+    return came
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("who", [{0}, {0, 1}], ids=str)
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_backward_that_raises_inside_another_models_forward_leaves_all_in_step(
+    comm: str, who: set[int], goes_on: bool, more: bool
+) -> None:
+    raised = "done" if goes_on else "Planted"
+    told = "done" if goes_on else "StateError"
+    for rank, came in enumerate(run_ranks(trains_inside, 2, comm, who, goes_on, more)):
+        each = raised if rank in who else told
+        assert came == ["done", each, each, "done", each, "done"]
+
+
 def test_a_model_whose_forward_has_raised_is_not_kept() -> None:
     model = zshard.wrap(chain(early=True, trains=False)[0])
     handle = model.inlet.register_forward_hook(raise_planted)

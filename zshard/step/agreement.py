@@ -109,13 +109,7 @@ class Agreement:
     def _begun(self, mine: Message, messages: Sequence[Message], gathers: bool) -> Pass:
         """The pass that the ranks begin, by what they have told each other."""
         key = (mine.intent, mine.trained, *(message.about for message in messages))
-        program = self._programs.of(key) if gathers else None
-        begun = Pass(
-            key,
-            program,
-            to_be_learned=gathers and program is None,
-            meets_at_end=gathers and (self._loose or program is None),
-        )
+        begun = self._programs.begin(key, gathers, self._loose)
         if mine.intent is Intent.BACKWARD:
             # It meets units in about the reverse of the unit map's order.
             begun.trained = [unit.index for unit in reversed(self._units) if unit.trained_count]
@@ -125,6 +119,8 @@ class Agreement:
     @awaited("the end of a pass")
     def finish(self) -> None:
         """End a pass: take part in what is left of the program, and meet where that is due."""
+        if self._pass.paused:  # by another model's backward, if that has raised
+            self.before_meeting()
         if not self._pass.paused:  # else it was left by an exception where it had ended already
             self._finish_part()
         self._meetings.leave_forward(self)
@@ -224,6 +220,8 @@ class Agreement:
     @awaited("the gather of a unit")
     def need(self, unit: Unit) -> None:
         """Issue the gather of ``unit``, or take the one that was issued ahead."""
+        if self._pass.paused:  # by another model's backward that has raised
+            self.before_meeting()
         turn = Turn(Op.GATHER, unit.index)
         self._pass.needed.append(turn)
         if self.prefetched.take(unit):

@@ -326,7 +326,9 @@ class Backward:
 
     def abandon(self, ending: Ending) -> None:
         """Leave the forward or backward under way; see [Note: after an exception]."""
-        self._end = None
+        self._end = self.current = None
+        self._begun.pop(self, None)  # else the meetings below would bring it back once more
+        self._bring_others_back()  # what has raised inside a forward comes before its end
         self._agreement.abort()
         self._executor.leave_all()
         for flat in self._reducer.trained_flats:
@@ -345,6 +347,4 @@ class Backward:
                 self._reducer.read_outcome()
         elif self._executor.state is TrainingState.BACKWARD:
             self._reducer.drop()
-        self._begun.pop(self, None)
         self.forwards.end_backward()
-        self.current = None

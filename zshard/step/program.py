@@ -162,9 +162,17 @@ class Programs:
         self._unsteady: dict[Key, None] = {}  # those seen to go other ways under the same key
         self._alike: dict[Key, bool] = {}  # whether every rank needed all of it
 
-    def of(self, key: Key) -> Program | None:
-        """The program that a pass of ``key`` is to follow, if any."""
-        return None if key in self._unsteady else self._learned.get(key)
+    def begin(self, key: Key, gathers: bool, loose: bool) -> Pass:
+        """A pass of ``key``, with the program that it is to follow, if any.
+
+        Args:
+            gathers: whether it consists of any gathers or reductions.
+            loose: whether the ranks meet at its end in any case.
+        """
+        known = gathers and key not in self._unsteady
+        program = self._learned.get(key) if known else None
+        anew = gathers and program is None
+        return Pass(key, program, to_be_learned=anew, meets_at_end=anew or (gathers and loose))
 
     def learn(
         self,
