@@ -150,6 +150,7 @@ def test_a_parameter_used_outside_its_units_forward_is_refused_by_name(
         assert name in message and "outside the module of its unit" in message
         assert f": make {user} a unit" in message
         assert "module(...), not module.forward(...)" in message
+        assert "other methods work where it is no unit" in message
         assert runs_as_one_unit
 
 

@@ -111,7 +111,7 @@ def _remedy(param: Sharded) -> str:
     if param.flat.schedule.executor.state is not TrainingState.IDLE:
         return (
             f"It {unit}. Or else {label!r} was called past its forward: module(...), not "
-            "module.forward(...), gathers, and other methods do after zshard.method(model, name)."
+            "module.forward(...), gathers. Its other methods work where it is no unit (units=)."
         )
     return (
         "Read it with zshard.full_param(model, name), a gradient with zshard.full_grad, or work on "
