@@ -213,7 +213,8 @@ class Unit:
                 raise StateError(
                     f"unit {self.label!r}: forward changed one of {', '.join(flat.names)} in "
                     "place, which would be lost. Change parameters between steps, on the sharded "
-                    "parameters (elementwise) or inside zshard.full_params(model, write=True)."
+                    "parameters (elementwise) or inside zshard.full_params(model, write=True); "
+                    "those that a first batch initialises (ActNorm), by a forward before wrap."
                 )
 
     def reshard(self) -> None:
