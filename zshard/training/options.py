@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -180,7 +181,8 @@ def _refuse_used(out: str, data: tuple[str, ...]) -> None:
     # os.path's: a path that cannot be is no run's folder, and not an OSError either.
     if os.path.exists(Path(out, "metrics.jsonl")) or os.path.isdir(Path(out, RUN_FOLDER)):
         raise InputError(
-            f"--out {out} holds a run already: name another folder, or go on with --resume {out}"
+            f"--out {out} holds a run already: name another folder, or go on with "
+            f"--resume {shlex.quote(out)}"
         )
 
 
