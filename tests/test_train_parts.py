@@ -1,6 +1,8 @@
 """What `zshard train` is made of: text, model and metrics, each on its own."""
 
 import json
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest.mock import Mock
@@ -109,6 +111,22 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     folders = [output_folder(job, None) for _ in range(5)]
     assert len(set(folders)) == 5 and all(folder.is_dir() for folder in folders)
     assert {folder.parent for folder in folders} == {Path("runs")}
+
+
+def test_a_folder_in_which_another_run_is_under_way_is_refused(tmp_path: Path) -> None:
+    script = (
+        "from zshard.training.job import Job, Place\n"
+        "from zshard.training.output import output_folder\n"
+        f"output_folder(Job(Place(), 'cpu'), {str(tmp_path)!r})\n"
+        "print('begun', flush=True)\ninput()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], text=True, **pipes) as other:
+        assert other.stdout.readline() == "begun\n"
+        with pytest.raises(InputError, match=r"--out .*another run is under way there"):
+            output_folder(Job(Place(), "cpu"), str(tmp_path))
+        other.kill()
+    output_folder(Job(Place(), "cpu"), str(tmp_path))
 
 
 def no_folder(rank: int, world_size: int, path: Path) -> None:

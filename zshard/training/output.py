@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from datetime import datetime
 from itertools import count
@@ -13,6 +14,7 @@ from .job import Job
 from .metrics import read_metrics
 
 _RUNS = "runs"  # holds those that nobody gave a name
+_CLAIMED: set[Path] = set()  # by this process, for all of its runs
 
 
 def check_output(given: str | None) -> None:
@@ -33,13 +35,15 @@ def output_folder(job: Job, given: str | None) -> Path:
     """Make the folder, ``given`` or a new one; every rank calls this.
 
     Raises:
-        InputError: on every rank, if it cannot be made, or what a run has left there not be read.
+        InputError: on every rank, if it cannot be made, or what a run has left there not be read;
+            if another run is under way there.
     """
     made, problem = "", ""
     if job.rank == 0:
         try:
             folder = Path(given) if given else _new_folder()
             folder.mkdir(parents=True, exist_ok=True)
+            _claim(folder)
             if (metrics := folder / "metrics.jsonl").exists():
                 read_metrics(metrics)
             made = str(folder)
@@ -49,6 +53,22 @@ def output_folder(job: Job, given: str | None) -> Path:
     if problem:
         raise InputError(problem)
     return Path(made)
+
+
+def _claim(folder: Path) -> None:
+    """Keep other runs out of ``folder`` until this process ends, however it ends."""
+    if (path := folder.resolve()) in _CLAIMED:
+        return
+    held = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise InputError("another run is under way there; name another folder") from None
+    except OSError:  # a file system without locks
+        os.close(held)
+    else:
+        _CLAIMED.add(path)
 
 
 def _new_folder() -> Path:
