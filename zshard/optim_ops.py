@@ -46,7 +46,7 @@ def adamw_(
         lows: [] or U x (n_u,) int16, the lower planes of split_master_.
         exp_avgs, exp_avg_sqs: U x (n_u,) float32 each, m and v.
         grads: U x (n_u,) F, one dtype for all.
-        sends: [] or U x (n_u,) bfloat16 or float16, one dtype for all.
+        sends: [] or U x (n_u,) bfloat16 or float16, one dtype for all; [] where lows are given.
         segments: (G, 3) int64 rows [u, begin, end): elements of shard u, disjoint.
         hypers: (G, 6) float64 rows [lr, beta1, beta2, eps, weight_decay, decoupled].
         steps: (G,) int64, steps taken so far.
@@ -93,7 +93,7 @@ def reduce_adamw_(
         master: (S,) float32; or the bfloat16 upper plane where low, (S,) int16, is given.
         exp_avg, exp_avg_sq: (S,) float32.
         peers: N x (S,) F, one dtype for all; N <= 128.
-        send: (S,) bfloat16 or float16.
+        send: (S,) bfloat16 or float16; None where low is given.
         segments: (G, 3) int64 rows [0, begin, end): elements of the shard, ascending.
         stats: (2,) float64, overwritten.
         hypers, steps, active, grad_scale, skip: as of adamw_; stats are written all the same.
