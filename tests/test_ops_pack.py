@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -94,19 +95,27 @@ def test_pack_and_unpack_many_and_large(device: str, sizes: list[int]) -> None:
         check("unpack_", device, sources, odd(total, dtype), offsets)
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda t: t,
+    "transposed": lambda t: t.view(700, 100).t(),
+    "permuted": lambda t: t.view(10, 70, 100).permute(2, 0, 1),
+    "every second": lambda t: t[::2],
+}
+
+
 @devices
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("dtype", [*F, torch.float64])
-def test_scale_one_copies_every_bit(device: str, dtype: torch.dtype) -> None:
+def test_scale_one_copies_every_bit(device: str, dtype: torch.dtype, view: str) -> None:
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     source = torch.randint(-(2**15), 2**15, (70_000,)).to(bits) << (8 * dtype.itemsize - 16)
     source[::3] += 1  # NaN payloads, signalling ones too
-    source = source.to(device)
-    flat = torch.zeros(70_001, dtype=dtype, device=device)
-    back = torch.empty(70_000, dtype=dtype, device=device)
-    ops.pack_(flat, [source.view(dtype)], [1])
-    ops.unpack_([back], flat, [1])
-    assert_same(flat[1:].view(bits).cpu(), source.cpu())
-    assert_same(back.view(bits).cpu(), source.cpu())
+    seen, back = (VIEWS[view](t.to(device)) for t in (source, torch.empty_like(source)))
+    flat = torch.zeros(seen.numel() + 1, dtype=dtype, device=device)
+    ops.pack_(flat, [seen.view(dtype)], [1])
+    ops.unpack_([back.view(dtype)], flat, [1])
+    assert_same(flat[1:].view(bits).cpu(), seen.flatten().cpu())
+    assert_same(back.cpu(), seen.cpu())
 
 
 @devices

@@ -9,8 +9,12 @@
 
 namespace zshard::cpu {
 
+// out[i] = src[i] * scale; scale 1 between equal types copies the bits, as in all of these:
+// arithmetic would change a NaN's.
 template <typename To, typename From>
 void convert_cached(To* out, const From* src, int64_t n, Wide<From> scale) {
+    if (std::is_same_v<To, From> && scale == 1)
+        return (void)std::memcpy(out, src, n * int64_t{sizeof(To)});
     vectorised(
         [=](auto) { each(0, n, [=](int64_t i) { out[i] = convert_scaled<To>(src[i], scale); }); });
 }
@@ -32,15 +36,27 @@ void convert_streamed(To* out, const From* src, int64_t n, Wide<From> scale) {
     convert_cached(out + tail, src + tail, n - tail, scale);
 }
 
-// out[i] = src[i] * scale. `stream`: out is large, store around the cache.
+// The same. `stream`: out is large, store around the cache.
 template <typename To, typename From>
 void convert_run(To* out, const From* src, int64_t n, Wide<From> scale, bool stream) {
-    if (std::is_same_v<To, From> && scale == 1) {
-        const int64_t bytes = n * int64_t{sizeof(To)};
-        stream ? stream_copy(out, src, bytes) : (void)std::memcpy(out, src, bytes);
-    } else {
-        stream ? convert_streamed(out, src, n, scale) : convert_cached(out, src, n, scale);
+    if (!stream) return convert_cached(out, src, n, scale);
+    if (std::is_same_v<To, From> && scale == 1)
+        return stream_copy(out, src, n * int64_t{sizeof(To)});
+    convert_streamed(out, src, n, scale);
+}
+
+// The same with strides, in elements.
+template <typename To, typename From>
+void convert_strided(To* out, int64_t out_stride, const From* src, int64_t src_stride, int64_t n,
+                     Wide<From> scale) {
+    if constexpr (std::is_same_v<To, From>) {
+        if (scale == 1) {
+            for (int64_t i = 0; i < n; ++i) out[i * out_stride] = src[i * src_stride];
+            return;
+        }
     }
+    for (int64_t i = 0; i < n; ++i)
+        out[i * out_stride] = convert_scaled<To>(src[i * src_stride], scale);
 }
 
 }  // namespace zshard::cpu

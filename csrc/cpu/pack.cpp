@@ -77,14 +77,12 @@ void move_piece(Flat* flat, const Piece& piece, int64_t begin, int64_t end, doub
             const auto factor = static_cast<Wide<Value>>(scale);
             if (stride == 1)
                 return convert_run(flat + first, value + position, count, factor, stream);
-            for (int64_t i = 0; i < count; ++i)
-                flat[first + i] = convert_scaled<Flat>(value[position + i * stride], factor);
+            convert_strided(flat + first, 1, value + position, stride, count, factor);
         } else {
             const auto factor = static_cast<Wide<Flat>>(scale);
             if (stride == 1)
                 return convert_run(value + position, flat + first, count, factor, stream);
-            for (int64_t i = 0; i < count; ++i)
-                value[position + i * stride] = convert_scaled<Value>(flat[first + i], factor);
+            convert_strided(value + position, stride, flat + first, 1, count, factor);
         }
     };
     const Range rows = whole_rows(view, begin, end);
