@@ -94,6 +94,16 @@ class Checks {
         if (t.dim() != 1 || !t.is_contiguous())
             require(false, spell(name), " is ", describe(t),
                     ", but it must be 1-D and contiguous: pass t.view(-1) of a contiguous tensor");
+        aligned(name, t);
+    }
+
+    // torch.frombuffer makes tensors that begin between two multiples of their elements' size.
+    template <typename Name>
+    void aligned(const Name& name, const Tensor& t) const {
+        if (reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() != 0)
+            require(false, spell(name), " is ", describe(t),
+                    ", at an address that is no multiple of its elements' ", t.element_size(),
+                    " bytes: pass a copy");
     }
 
     template <typename Name>

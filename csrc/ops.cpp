@@ -76,6 +76,7 @@ PackArgs pack_args(const Checks& check, const char* flat_name, const Tensor& fla
                          args.numel * size_of(args.dtype)))
             check.require(false, list_name, "[", i, "] and ", flat_name,
                           " share memory: pass a copy of one");
+        if (!zero_gaps) check.aligned(name, t);
         if (!zero_gaps && may_overlap(*view))
             check.require(
                 false, list_name, "[", i, "] is ", describe(t),

@@ -96,6 +96,21 @@ def test_what_is_no_dense_tensor_is_refused_by_name(wrong: torch.Tensor | None) 
             getattr(ops, op)(*arguments)
 
 
+def test_memory_between_two_elements_places_is_refused() -> None:
+    """Where it is large it would be stored by whole cache lines, which end the process there."""
+    memory = torch.zeros(21, dtype=torch.uint8).numpy()
+    between = torch.frombuffer(memory, dtype=torch.float32, offset=1, count=5)
+    for op, arguments in (
+        ("cast_", (between, torch.ones(5, dtype=torch.bfloat16))),
+        ("unpack_", ([between], torch.ones(5), [0])),
+    ):
+        with pytest.raises(ops.InputError, match=r"no multiple of its elements' 4 bytes: pass a"):
+            getattr(ops, op)(*arguments)
+    out = torch.empty(5)
+    ops.pack_(out, [between], [0])  # which a model's parameter may be
+    assert out.tolist() == [0.0] * 5
+
+
 def digest() -> str:
     """A digest of all memory that large calls leave behind: of several grains, and streamed."""
     sha = hashlib.sha256()
