@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import models
 import pytest
 import torch
@@ -93,6 +95,19 @@ def test_hooks_see_and_change_what_they_do_in_plain_torch(
             assert len(ours) > 0
             for (what, one), (_, other) in zip(ours, theirs, strict=True):
                 assert torch.equal(one, other), what
+
+
+@pytest.mark.parametrize("set_another", [False, True])
+def test_a_unit_without_zshards_hooks_is_refused_by_name(set_another: bool) -> None:
+    model = zshard.wrap(Blocks())
+    before = model.blocks[1]._forward_hooks
+    model.blocks[1]._forward_hooks = OrderedDict()  # how scripts remove all hooks
+    if set_another:
+        model.blocks[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(zshard.StateError, match=r"unit 'blocks\.1', a Block, were removed"):
+        model(batch(0, 0))
+    model.blocks[1]._forward_hooks = before
+    models.loss_of(model, batch(0, 0)).backward()
 
 
 def test_a_forward_hook_set_after_wrap_finds_whole_parameters() -> None:

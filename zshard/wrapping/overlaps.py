@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import WrapError
+from ..param import Sharded
 from ..unitmap import UnitSpec
 
 
@@ -29,7 +30,7 @@ def check_apart(model: nn.Module, specs: Sequence[UnitSpec]) -> None:
     as good as any.
 
     Raises:
-        WrapError: with the two.
+        WrapError: with the two; with what is sharded already.
     """
     owned = {id(each.param): each.name for spec in specs for each in spec.params}
     active: list[_Located] = []
@@ -60,12 +61,17 @@ def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
             seen.add(id(tensor))
             if name in module.__dict__ and _made_by_hook(module, name):
                 continue
+            label = owned.get(id(tensor), f"{path}.{name}" if path else name)
+            if isinstance(tensor, Sharded):
+                raise WrapError(
+                    f"{label}, which is not to be sharded, is of a model that is wrapped already. "
+                    "Wrap that as a part of this one, or keep it outside."
+                )
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0:
                 steps = zip(tensor.shape, tensor.stride(), strict=True)
                 last = sum((size - 1) * stride for size, stride in steps)
                 begin = tensor.data_ptr()
                 end = begin + (last + 1) * tensor.itemsize
-                label = owned.get(id(tensor), f"{path}.{name}" if path else name)
                 yield _Located(begin, end, label, tensor, id(tensor) in owned)
 
 
