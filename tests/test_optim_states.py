@@ -1,12 +1,14 @@
-"""The states of zshard's optimizers: as hooks see and change them, and when one is refused."""
+"""The states of optimizers: as hooks see and change them, when one is refused, and made early."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 import zshard
@@ -155,3 +157,37 @@ def test_a_parameter_that_is_refused_at_a_step_costs_the_others_no_states() -> N
     params[1].data = dense
     optimizer.step()
     assert [optimizer.state[param]["step"].item() for param in params] == [2, 2]
+
+
+def save_before_a_step(rank: int, world_size: int, folder: Path) -> list[bool]:
+    """Whether an Adagrad, which has states at once, goes on alike whenever each was made."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(5, 3), nn.Linear(5, 3)
+    make = functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3)
+    optimizer = make(model.parameters())
+    zshard.wrap(model)
+    zshard.save(folder / "a", model, optimizer)
+    zshard.wrap(other)
+    again = make(other.parameters(), initial_accumulator_value=7.0)
+    zshard.load(folder / "a", other, again)
+    for module, each in ((model, optimizer), (other, again)):
+        module(torch.ones(2, 5)).square().sum().backward()
+        each.step()
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return [torch.equal(one.local, two.local) for one, two in pairs]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_made_before_wrap_are_saved_before_any_step(world_size: int, tmp_path: Path) -> None:
+    assert run_ranks(save_before_a_step, world_size, tmp_path) == [[True, True]] * world_size
+
+
+def test_states_of_steps_before_wrap_are_refused_at_a_save_as_at_a_step(tmp_path: Path) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zshard.wrap(model)
+    with pytest.raises(zshard.OptimizerError, match=r"'exp_avg' of weight is of the whole param"):
+        zshard.save(tmp_path / "a", model, optimizer)

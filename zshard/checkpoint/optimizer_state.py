@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ..errors import InputError, OptimizerError
 from ..layout import Range, memory_order
 from ..optimizers.fused import FusedOptimizer
+from ..optimizers.other_optimizers import check_states
 from ..param import Sharded
 from .held import Held, HeldSlice, HeldWhole
 from .inventory import as_json, as_text, saved_range
@@ -70,11 +71,16 @@ def optimizer_inventory(
 
     Raises:
         InputError: for param_groups or states that JSON cannot hold; see also ``parameters_of``.
-        OptimizerError: for a tensor that has not one element for each of its parameter's.
+        OptimizerError: for a tensor that has not one element for each of its parameter's; see also
+            ``check_states``.
     """
     params = parameters_of(optimizer, names)
     if isinstance(optimizer, FusedOptimizer):
         optimizer.lay_out()
+    else:
+        for _, param, _ in params:
+            if isinstance(param, Sharded):
+                check_states(param, optimizer.state.get(param, {}))
     groups: list[dict[str, Json]] = []
     for number, group in enumerate(optimizer.param_groups):
         options = {

@@ -54,15 +54,19 @@ def _before_step(
         for param in sharded:
             if not has_closure:
                 has_grad(param)  # which refuses one that no_sync holds back
-            _check_states(param, optimizer.state.get(param, {}))
+            check_states(param, optimizer.state.get(param, {}))
         if sharded:
             numbers = {k: _number(group[k]) for k in sorted(group.keys() - _HOW)}
             settings.append({k: value for k, value in numbers.items() if value is not None})
     note_step(type(optimizer).__name__, optimizer.param_groups, settings)
 
 
-def _check_states(param: Sharded, states: dict[str, object]) -> None:
-    """Refuse what is not of this parameter's shard; what no step has changed yet is cut to it."""
+def check_states(param: Sharded, states: dict[str, object]) -> None:
+    """Refuse what is not of this parameter's shard; what no step has changed yet is cut to it.
+
+    Raises:
+        OptimizerError: for a state of the whole parameter, or of another shard.
+    """
     for name, value in list(states.items()):
         if isinstance(value, Sharded) and not value.lines_up_with(param):
             raise OptimizerError(
