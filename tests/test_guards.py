@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from collections.abc import Callable
 
 import models
@@ -108,35 +108,83 @@ def test_between_forward_and_backward_the_modules_hold_sharded_parameters() -> N
 
 
 class Tolerant(Blocks):
-    """Goes on without the blocks that raise an exception."""
+    """Goes on with what the exceptions of its blocks carry."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)
         for block in self.blocks:
-            with contextlib.suppress(ValueError):
+            try:
                 x = block(x)
+            except ValueError as error:
+                x = x + error.args[0]
         return self.outlet(x)
 
 
-def blocks_that_raise(rank: int, world_size: int, strategy: str) -> tuple[bool, int]:
-    def fail(*_: object) -> None:
-        raise ValueError("user code")
+def blocks_that_raise(
+    rank: int, world_size: int, strategy: str, fails: bool
+) -> tuple[bool, int, list[Tensor]]:
+    def fail(module: nn.Module, args: object, output: Tensor) -> None:
+        raise ValueError(output)
 
+    torch.manual_seed(0)
     model = zshard.wrap(Tolerant(), strategy=strategy)
     params = list(model.parameters())
-    for block in model.blocks:
+    for block in model.blocks if fails else ():
         block.down.register_forward_hook(fail)
-    loss = models.loss_of(model, batch(rank, 0))
-    same = all(now is before for now, before in zip(model.parameters(), params, strict=True))
-    loss.backward()
-    return same, schedule_of(model).pool.peak_live
+    for step in range(2):
+        loss = models.loss_of(model, batch(rank, step))
+        same = all(now is before for now, before in zip(model.parameters(), params, strict=True))
+        loss.backward()
+    grads = [zshard.full_grad(model, name) for name, _ in model.named_parameters()]
+    return same, schedule_of(model).pool.peak_live, grads
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
-def test_a_unit_whose_exception_the_model_catches_is_resharded(strategy: str) -> None:
-    for same, live in run_ranks(blocks_that_raise, 2, strategy):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_unit_whose_exception_the_model_catches_is_resharded_and_has_its_backward(
+    world_size: int, strategy: str
+) -> None:
+    if world_size == 1:
+        expected, found = ([blocks_that_raise(0, 1, strategy, fails)] for fails in (False, True))
+    else:
+        expected, found = (
+            run_ranks(blocks_that_raise, world_size, strategy, fails) for fails in (False, True)
+        )
+    for (same, live, grads), (_, _, others) in zip(found, expected, strict=True):
         assert same
         assert live <= 2
+        assert all(map(torch.equal, grads, others))
+
+
+class Peeking(Blocks):
+    """Goes on with the weight that an exception of its first block carries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        try:
+            self.blocks[0](x)
+        except ValueError as error:
+            (weight,) = error.args
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.outlet(x * weight)
+
+
+def weight_in_an_exception(rank: int, world_size: int) -> None:
+    def fail(module: nn.Module, *_: object) -> None:
+        raise ValueError(module.weight[:, 0])
+
+    torch.manual_seed(0)
+    plain = Peeking()
+    model = zshard.wrap(copy.deepcopy(plain))
+    for each in (plain, model):
+        each.blocks[0].down.register_forward_hook(fail)
+    with torch.no_grad(), pytest.warns(UserWarning, match="'blocks.0': forward leaves a view"):
+        assert torch.equal(model(batch(rank, 0)), plain(batch(rank, 0)))
+
+
+def test_a_weight_that_a_units_exception_carries_stays_as_long_as_it_may_be_read() -> None:
+    run_ranks(weight_in_an_exception, 2)
 
 
 class Written(Block):

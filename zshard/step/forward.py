@@ -232,9 +232,12 @@ class ForwardHooks:
                 if isinstance(sys.exc_info()[1], _StopRecomputationError):
                     self._backward.recomputed(unit)
             elif self._executor.state is TrainingState.FORWARD or not inside_backward():
-                # The model may catch the exception, and go on.
+                # The model may catch the exception, and go on with what that carries.
                 self._executor.leave(unit)
-                unit.forward_io.drop_inputs()
+                error = sys.exc_info()[1]
+                carried = (error, getattr(error, "args", ()))
+                unit.hand_out((args, carried), None)  # of what this raises torch warns: it stays
+                self._watch(unit, carried)
                 self._executor.release(unit)
             return None
         if unit.state is not State.GATHERED:
