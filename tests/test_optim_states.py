@@ -100,13 +100,14 @@ def test_what_a_script_keeps_in_a_parameters_state_stays_there(tmp_path: Path) -
             zshard.save(tmp_path / "before", model, optimizer)
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        optimizer.state[model.weight].update(kept)
+        optimizer.state[model.weight].update(kept, mean=torch.full_like(model.weight, 0.5))
         del optimizer.state[model.bias]  # all states are laid out anew
         optimizer.step()
         other.load_state_dict(optimizer.state_dict())
         optimizer.load_state_dict(other.state_dict())
         for each in (optimizer, other):
             assert kept.items() <= each.state[model.weight].items()
+            assert each.state[model.weight]["mean"].shape == model.weight.shape
             assert each.state[model.weight]["step"] == 2
         assert not kept.keys() & other.state[model.bias].keys()
         if not plain:
@@ -115,8 +116,28 @@ def test_what_a_script_keeps_in_a_parameters_state_stays_there(tmp_path: Path) -
             for target in (other, optimizer):
                 zshard.load(tmp_path / "a", model, target)
                 assert kept.items() <= target.state[model.weight].items()
+                assert target.state[model.weight]["mean"].local.tolist() == [0.5] * 15
             zshard.load(tmp_path / "before", model, other)
             assert other.state[model.weight]["step"] == 0
+
+
+def test_what_a_script_keeps_is_saved_where_the_rule_has_no_state_yet(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    zshard.wrap(model, units="layer")
+    for kind in (zshard.SGD, torch.optim.SGD):
+        first = kind(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(2, 3)).sum().backward()
+        if kind is torch.optim.SGD:
+            first.step()
+        first.zero_grad()
+        for param in model.parameters():
+            first.state[param]["note"] = "kept"
+        zshard.save(tmp_path / kind.__module__, model, first)
+        second = zshard.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        zshard.load(tmp_path / kind.__module__, model, second)
+        assert [second.state[param]["note"] for param in model.parameters()] == ["kept"] * 4
+        assert second.state[model[1].weight]["step"] == (kind is torch.optim.SGD)
 
 
 def test_states_of_what_is_no_parameter_are_refused_and_nothing_changes() -> None:

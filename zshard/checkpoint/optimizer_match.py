@@ -19,6 +19,7 @@ from .optimizer_state import (
     common_state,
     held_state,
     is_scalar,
+    names_of_rule,
     parameters_of,
     scalar_of,
 )
@@ -128,34 +129,33 @@ def _state(
     optimizer, match = found.optimizer, found.match
     assert saved.optimizer is not None
     entries = saved.optimizer.state[key]
-    own = optimizer.state.get(param, {}) if isinstance(optimizer, FusedOptimizer) else None
-    uncounted = entries.keys() == {"momentum_buffer"}  # torch.optim.SGD counts no steps
-    apart = (own or {}).keys() ^ (entries.keys() | ({"step"} if uncounted else set()))
-    # One value of its own is the user's, and may be there or not.
-    kept = {n for n in entries if "tensor" not in entries[n]}
-    kept |= {n for n, value in (own or {}).items() if is_scalar(value) and n != "step"}
-    if own and entries and not apart <= kept:
+    fused = isinstance(optimizer, FusedOptimizer)
+    there = optimizer.state.get(param, {}) if fused else {}
+    rule = names_of_rule(optimizer, there, entries)  # the others are the user's
+    own, made = {n: there[n] for n in rule & there.keys()}, rule & entries.keys()
+    uncounted = made == {"momentum_buffer"}  # torch.optim.SGD counts no steps
+    if own and made and own.keys() != made | ({"step"} if uncounted else set()):
         match.problems.append(
             f"the optimizer's state of {name}: {sorted(entries)} were saved, and it has "
-            f"{sorted(own)} now"
+            f"{sorted(there)} now"
         )
         return {}
     state: dict[str, Any] = {}
     for state_name, entry in entries.items():
         label = f"the optimizer's state {state_name!r} of {name}"
-        before = own.get(state_name) if own else None
+        before = there.get(state_name)
         scalar = "tensor" not in entry
         if scalar:
             value = _value(entry, label, param.device, match)
-            if own is None and state_name == "step":
+            if not fused and state_name == "step":
                 value = _as_torch_counts(value, group, param)
         else:
             stored = saved.tensors["optimizer"][str(entry["tensor"])]
-            value = before if own else _empty_state(param, stored.torch_dtype)
+            value = before if torch.is_tensor(before) else _empty_state(param, stored.torch_dtype)
         # torch.optim's state of a 0-d parameter is 0-d, that of zshard's optimizers 1-D.
         alike = is_scalar(before) == scalar or param.ndim == 0
         alike = alike and torch.is_tensor(value) == torch.is_tensor(before)
-        if own and state_name in own and not alike:
+        if state_name in there and not alike:
             match.problems.append(f"{label}: a scalar was saved, or is there now, but not both")
             continue
         state[state_name] = value
@@ -164,8 +164,8 @@ def _state(
             match.add(label, stored, held_state(param, name, state_name, value, first=False))
     if own and uncounted:
         state["step"] = torch.ones_like(own["step"])
-    if own and not entries:  # as before the first step
-        state = {k: torch.zeros_like(v) for k, v in own.items() if isinstance(v, torch.Tensor)}
+    if own and not made:  # as before the first step
+        state |= {k: torch.zeros_like(v) for k, v in own.items()}
     return state
 
 

@@ -119,9 +119,11 @@ def optimizer_inventory(
 
     for name, param, _ in params:
         state.setdefault(name, {})
-        values = {} if id(param) in unused else optimizer.state.get(param, {})
+        values = optimizer.state.get(param, {})
+        left_out = names_of_rule(optimizer, values) if id(param) in unused else set()
         for key, value in values.items():
-            note(name, key, value, param)
+            if key not in left_out:
+                note(name, key, value, param)
     if common := common_state(optimizer):
         state[COMMON] = {}
         for key, value in common.items():
@@ -133,6 +135,13 @@ def optimizer_inventory(
 def common_state(optimizer: Optimizer) -> dict[Any, Any]:
     """What it keeps for all parameters: under keys of ``optimizer.state`` that are no tensors."""
     return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+
+def names_of_rule(optimizer: Optimizer, *states: Mapping[str, Any]) -> set[str]:
+    """Which states are those of a zshard optimizer's rule, where ``states`` are; not the user's."""
+    if not isinstance(optimizer, FusedOptimizer):
+        return set()
+    return {"step", *optimizer._state_names(states)}
 
 
 def _refuse_states_elsewhere(optimizer: Optimizer) -> None:
@@ -158,7 +167,7 @@ def _never_used(optimizer: Optimizer) -> set[int]:
         return set()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = {id(param): optimizer.state.get(param) for param in params}
-    steps = {param: values["step"] for param, values in states.items() if values}
+    steps = {p: values["step"] for p, values in states.items() if values and "step" in values}
     counts = _read_back(list(steps.values()))
     return {param for param, count in zip(steps, counts, strict=True) if count == 0}
 

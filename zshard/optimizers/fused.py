@@ -233,8 +233,7 @@ class FusedOptimizer(Optimizer):
             states = found["state"]
             for key, param in self._numbered(found).items():
                 if key in states:
-                    names = self._state_names([states[key]])
-                    states[key] = sharded_like(param, states[key], names)
+                    states[key] = sharded_like(param, states[key], self._state_names([states[key]]))
             settings = self._torch_settings() | _TORCH_LAUNCHES
             found["param_groups"] = [settings | group for group in found["param_groups"]]
 
@@ -330,7 +329,8 @@ class FusedOptimizer(Optimizer):
                 for name, state in own.items():
                     as_sharded(param, state).copy_(as_sharded(param, values[name]))
             # Of what is frozen since, which may be trained again, and what else the user keeps.
-            self.state[param] = {name: slice_of(value) for name, value in values.items()} | own
+            names = values.keys() & self._state_names([values])
+            self.state[param] = values | {name: slice_of(values[name]) for name in names} | own
 
 
 # What torch.optim's groups say beside the rule: by which kernels it is carried out.
