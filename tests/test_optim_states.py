@@ -140,6 +140,18 @@ def test_what_a_script_keeps_is_saved_where_the_rule_has_no_state_yet(tmp_path: 
         assert second.state[model[1].weight]["step"] == (kind is torch.optim.SGD)
 
 
+def test_states_that_are_made_in_inference_mode_outlive_it() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": params[:1], "momentum": 0.9}, {"params": params[1:]}]
+    optimizer = zshard.SGD(groups, lr=0.5)
+    for param in params:
+        param.grad = torch.ones(2)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.step()
+    assert [optimizer.state[param]["step"] for param in params] == [2, 0]
+
+
 def test_states_of_what_is_no_parameter_are_refused_and_nothing_changes() -> None:
     param = nn.Parameter(torch.ones(2))
     optimizer = zshard.AdamW([param])

@@ -172,6 +172,8 @@ class Bucket:
         return dict.fromkeys(shard.flat for shard in self.shards if shard.flat is not None)
 
 
+@torch.inference_mode(False)  # they outlive a step there
+@torch.no_grad()
 def buckets_of(
     params: Iterable[tuple[torch.Tensor, int]], names: tuple[str, ...]
 ) -> dict[Kind, Bucket]:
