@@ -147,7 +147,8 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--resume", "EMPTY"], "it contains no whole checkpoint"),
         (["--resume", "SHORT"], "SHORT: there is no such folder"),
         (["--out", "SHORT/run"], "--out .*/SHORT/run: .*/SHORT is no folder"),
-        (["--out", "EMPTY", "--data", "EMPTY"], "name another one, .*/EMPTY/run for instance"),
+        (["--out", "TEXT/a", "--data", "TEXT/a"], "name another one, .*/TEXT/a/run for instance"),
+        (["--out", "TEXT/a", "--data", "TEXT"], "name another one, .*/TEXT/a/run for instance"),
         (["--plan", "--machine", "h1"], "machine='h1': expected one of a100, h100, h200"),
     ],
 )
@@ -163,7 +164,10 @@ def test_bad_input_is_refused_with_its_value_and_a_remedy(
     monkeypatch.setattr(cli, "launch", lambda *_: pytest.fail("ranks were started"))
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "SHORT").write_text("x" * 99)
-    paths = {name: str(tmp_path / name) for name in ("EMPTY", "SHORT", "SHORT/run")}
+    (tmp_path / "TEXT/a").mkdir(parents=True)
+    (tmp_path / "TEXT/a/text").write_text("x" * 999)
+    names = ("EMPTY", "SHORT", "SHORT/run", "TEXT", "TEXT/a")
+    paths = {name: str(tmp_path / name) for name in names}
     options = ["--ranks", "2", "--device", "cpu", "--out", str(tmp_path / "run")]
     assert cli.main(["train", *options, *[paths.get(a, a) for a in arguments]]) == 2
     assert re.search(message, capsys.readouterr().err)

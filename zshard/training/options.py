@@ -14,6 +14,7 @@ from ..checkpoint.catalogue import RUN_FOLDER
 from ..errors import InputError
 from ..gpt import SIZES, GPTConfig
 from ..precision import Precision
+from .data import find_files
 from .resume import Origin, find_origin
 
 _WARMUP_SHARE, _FINAL_LR_SHARE = 0.05, 0.1
@@ -173,17 +174,21 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
 
 
 def _refuse_used(out: str, data: tuple[str, ...]) -> None:
-    if os.path.realpath(out) in map(os.path.realpath, data):
-        raise InputError(
-            f"--out {out}: --data takes its text from this folder, and from no folder of a run, "
-            f"so that none could be resumed: name another one, {Path(out, 'run')} for instance"
-        )
     # os.path's: a path that cannot be is no run's folder, and not an OSError either.
     if os.path.exists(Path(out, "metrics.jsonl")) or os.path.isdir(Path(out, RUN_FOLDER)):
         raise InputError(
             f"--out {out} holds a run already: name another folder, or go on with "
             f"--resume {shlex.quote(out)}"
         )
+    inside = os.path.join(os.path.realpath(out), "")
+    for folder in map(os.path.realpath, data):
+        if inside.startswith(os.path.join(folder, "")) and any(
+            str(file).startswith(inside) for file in find_files([folder])
+        ):
+            raise InputError(
+                f"--out {out}: --data takes text from this folder, and from no folder of a run, so "
+                f"that none could be resumed: name another one, {Path(out, 'run')} for instance"
+            )
 
 
 def options_of(origin: Origin) -> TrainOptions:
