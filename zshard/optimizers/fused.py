@@ -279,7 +279,7 @@ class FusedOptimizer(Optimizer):
         def put_states(_: Optimizer) -> None:
             self.lay_out(saved.values())
             for param, values in saved.items():
-                note_states(type(self).__name__, param, values)
+                note_states(type(self).__name__, param, values, self._state_names([values]))
             self._restore(list(saved.items()))
             self.tell_ledgers()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -217,8 +217,10 @@ def note_step(name: str, groups: Sequence[Mapping[str, Any]], settings: object) 
             note_many(f"which parameters have gradients in {name}'s step", present)
 
 
-def note_states(name: str, param: torch.Tensor, states: Mapping[str, object]) -> None:
-    """Note whole states of ``param`` that an optimizer is given.
+def note_states(
+    name: str, param: torch.Tensor, states: Mapping[str, object], names: Iterable[str]
+) -> None:
+    """Note whole states of ``param`` that an optimizer is given, the step and those of ``names``.
 
     Those of one dimension may be this rank's slice, and are not compared.
 
@@ -226,7 +228,8 @@ def note_states(name: str, param: torch.Tensor, states: Mapping[str, object]) ->
         name: the optimizer's.
     """
     if isinstance(param, Sharded) and param.flat.schedule.comm.world_size > 1:
-        for state, value in states.items():
+        for state in ("step", *names):
+            value = states.get(state)
             if isinstance(value, Sharded) or not isinstance(value, torch.Tensor):
                 continue
             if value.ndim != 1:
