@@ -53,7 +53,7 @@ TURNS = {
     "pack": (Gradients, "pack"),
     "reduce": (PendingReduction, "__init__"),
     "begin a forward": (ForwardLog, "begin"),
-    "begin a pass": (Programs, "of"),
+    "begin a pass": (Programs, "begin"),
     "end a backward": (OutcomeSum, "start"),
 }
 GATHERS = [("gather", 1), ("gather", 3)]
