@@ -236,7 +236,8 @@ class ForwardHooks:
                 self._executor.leave(unit)
                 error = sys.exc_info()[1]
                 carried = (error, getattr(error, "args", ()))
-                unit.hand_out((args, carried), None)  # of what this raises torch warns: it stays
+                # Where a weight is in it, this raises: torch makes that a warning, and all stays.
+                unit.hand_out((args, carried), None)
                 self._watch(unit, carried)
                 self._executor.release(unit)
             return None
