@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 
 import models
@@ -206,3 +207,54 @@ def raises_after_reduction(rank: int, world_size: int) -> list[str]:
 def test_a_post_accumulate_hook_that_raises_on_one_rank_is_told_at_the_next_forward() -> None:
     own, other = run_ranks(raises_after_reduction, 2)
     assert (own, other) == (["ValueError", "MismatchError"], ["made", "MismatchError"])
+
+
+class Left(Exception):
+    """Leaves a module, whose output a hook has kept."""
+
+
+class Leaving(Blocks):
+    """Goes on from what a hook has kept, to the other blocks or past them."""
+
+    past = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.kept = self.inlet(x), []
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except Left:
+                x = self.kept.pop()
+                if self.past:
+                    break
+        return self.outlet(x)
+
+
+def backward_through_what_hooks_kept(rank: int, world_size: int, where: str, past: bool) -> None:
+    torch.manual_seed(0)
+    plain = Leaving()
+    model = zshard.wrap(copy.deepcopy(plain))
+    for each in (plain, model):
+
+        def leave(*args: object, each: Leaving = each) -> None:
+            each.kept.append(args[-1])
+            raise Left
+
+        each.past = past
+        each.get_submodule(where).register_forward_hook(leave)
+    for step in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            models.loss_of(each, batch(0, step)).backward()
+        for name, param in plain.named_parameters():
+            grad = zshard.full_grad(model, name)
+            assert (grad is None) == (param.grad is None)
+            assert grad is None or torch.equal(grad, param.grad), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("where", "past"), [("blocks.0", False), ("blocks.1.down", True)])
+def test_what_a_hook_has_kept_of_a_unit_that_an_exception_left_has_its_backward(
+    world_size: int, where: str, past: bool
+) -> None:
+    run_ranks(backward_through_what_hooks_kept, world_size, where, past)

@@ -232,14 +232,14 @@ class ForwardHooks:
                 if isinstance(sys.exc_info()[1], _StopRecomputationError):
                     self._backward.recomputed(unit)
             elif self._executor.state is TrainingState.FORWARD or not inside_backward():
-                # The model may catch the exception, and go on with what that carries.
+                # The model may catch the exception, and go on with what that or a hook has kept.
                 self._executor.leave(unit)
                 error = sys.exc_info()[1]
                 carried = (error, getattr(error, "args", ()))
                 # Where a weight is in it, this raises: torch makes that a warning, and all stays.
                 unit.hand_out((args, carried), None)
-                self._watch(unit, carried)
-                self._executor.release(unit)
+                self._watch(unit, (output, carried))
+                self._release(unit, keep=self._executor.state is TrainingState.FORWARD)
             return None
         if unit.state is not State.GATHERED:
             return None
@@ -250,12 +250,15 @@ class ForwardHooks:
             self._backward.recomputed(unit)  # whose own backward follows soon, so it stays
             return output
         in_forward = self._executor.state is TrainingState.FORWARD
-        if watched and in_forward and self._agreement.may_be_last:
+        self._release(unit, keep=watched and in_forward and self._agreement.may_be_last)
+        return output
+
+    def _release(self, unit: Unit, *, keep: bool) -> None:
+        if keep:
             unit.end_use()  # it keeps its memory only as long as nobody needs it
             self._keep(unit)
         else:
             self._executor.release(unit)
-        return output
 
     def _keep(self, unit: Unit | None) -> None:
         """Let ``unit`` stay for backward, which needs it first, in place of another."""
