@@ -195,6 +195,7 @@ def optimizer_before_and_after(
     model = models.build("odd_parameters")
     if before:
         optimizer = make(model)
+        optimizer.load_state_dict(optimizer.state_dict())  # as accelerate's prepare does
         model = zshard.wrap(model)
     else:
         model = zshard.wrap(model)

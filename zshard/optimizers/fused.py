@@ -152,15 +152,15 @@ class FusedOptimizer(Optimizer):
         if signature == self._built_for and self._has_own_states():
             return
         was = {key: kind for key, kind, *_ in self._built_for}
-        for param in params:
-            if was.get(id(param), type(param)) is not type(param) and self.state.get(param):
-                raise OptimizerError(
-                    "the optimizer had taken steps before zshard.wrap, and its state is that of "
-                    "whole parameters. Wrap the model first, or make a new optimizer."
-                )
+        moved = {p for p in params if self.state.get(p) and was.get(id(p), type(p)) is not type(p)}
+        if any(self.state[p].get("step", 1) for p in moved):  # 0: only a state_dict laid them out
+            raise OptimizerError(
+                "the optimizer had taken steps before zshard.wrap, and its state is that of whole "
+                "parameters. Wrap the model first, or make a new optimizer."
+            )
         # First: it may refuse a parameter, and then all stays as it is.
         self._buckets = buckets_of([each for each in grouped if _is_trained(each[0])], names)
-        saved = [(p, self.state.pop(p)) for p in params if self.state.get(p)]
+        saved = [(p, old) for p in params if (old := self.state.pop(p, {})) and p not in moved]
         self._laid_out = {}
         for kind, bucket in self._buckets.items():
             for step, row in zip(bucket.steps, bucket.rows, strict=True):
