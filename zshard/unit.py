@@ -214,7 +214,8 @@ class Unit:
                     f"unit {self.label!r}: forward changed one of {', '.join(flat.names)} in "
                     "place, which would be lost. Change parameters between steps, on the sharded "
                     "parameters (elementwise) or inside zshard.full_params(model, write=True); "
-                    "those that a first batch initialises (ActNorm), by a forward before wrap."
+                    "those that a first batch initialises (ActNorm), by a forward before wrap. "
+                    "Leave whole, by ignored=, what every forward updates (a codebook's averages)."
                 )
 
     def reshard(self) -> None:
