@@ -305,3 +305,43 @@ def test_a_model_whose_attributes_keep_a_graph_is_told_which() -> None:
     for each in (plain, wrapped):
         each(INPUT).square().mean().backward()
     assert_same_grads(plain, wrapped)
+
+
+class Clamped(nn.Linear):
+    """Changes its weight in forward, where ``clamps``."""
+
+    clamps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.clamps:
+            self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def after_a_forward_that_wrote(rank: int, world_size: int, strategy: str, load: bool) -> None:
+    model = zshard.wrap(Stacked(lambda: Clamped(8, 8)), strategy=strategy)
+    before = zshard.state_dict(model, all_ranks=True)
+    model.blocks[0].clamps = True
+    with pytest.raises(zshard.StateError, match=r"forward changed one of blocks\.0\.weight"):
+        model(INPUT)
+    model.blocks[0].clamps = False
+    if strategy != "zero3":
+        with pytest.raises(zshard.StateError, match=r"forward changed one of blocks\.0\.weight"):
+            model(INPUT)
+    if load:
+        model.load_state_dict(before)
+    else:
+        with zshard.full_params(model, write=True):
+            for name, param in model.named_parameters():
+                param.data.copy_(before[name])
+    model(INPUT).sum().backward()
+    assert torch.equal(zshard.full_param(model, "blocks.0.weight"), before["blocks.0.weight"])
+
+
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_after_a_forward_that_wrote_parameters_they_are_set_and_go_on(
+    world_size: int, strategy: str, load: bool
+) -> None:
+    run_ranks(after_a_forward_that_wrote, world_size, strategy, load)
