@@ -73,6 +73,7 @@ def test_ranks_end_with_what_started_them(
         f"        {ends}\n"
         "    time.sleep(600)\n"
         "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored under nohup\n"
         "    rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu)\n"
     )
     (tmp_path / "temporary").mkdir()
