@@ -1,4 +1,4 @@
-"""The model of the tests of odd forwards and scripts, plain and wrapped."""
+"""The models of the tests of odd forwards and scripts, plain and wrapped."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def pair(make: Callable[[], nn.Module], **arguments: object) -> tuple[nn.Module,
 def assert_same_grads(plain: nn.Module, wrapped: nn.Module) -> None:
     for name, param in plain.named_parameters():
         torch.testing.assert_close(zshard.full_grad(wrapped, name), param.grad)
+
+
+class Clamped(nn.Linear):
+    """Changes its weight in forward, where ``clamps``."""
+
+    clamps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.clamps:
+            self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)

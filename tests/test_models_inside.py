@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from odd import Clamped
 from ranks import run_ranks
 from steps import batch, build
 from test_joint_backward import wrong_gradients
@@ -238,24 +239,13 @@ def test_a_forward_that_was_refused_has_no_other_models_inside(comm: str) -> Non
     assert second == ["RuntimeError", "done", "done", "done"]
 
 
-class Writing(nn.Linear):
-    """Writes to its weight in forward, where ``writes``."""
-
-    writes = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.writes:
-            self.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
 def beside_one_that_wrote(rank: int, world_size: int, comm: str) -> list[str]:
     """Steps of two models in turn; once, rank 0's forward of the first is refused at its end."""
-    models = [zshard.wrap(Writing(3, 3), init="broadcast", comm=comm) for _ in range(2)]
+    models = [zshard.wrap(Clamped(3, 3), init="broadcast", comm=comm) for _ in range(2)]
     came = []
     for step in range(4):
         for model in models:
-            model.writes = (rank, step) == (0, 1) and model is models[0]
+            model.clamps = (rank, step) == (0, 1) and model is models[0]
             try:
                 model(batch(rank, step)).sum().backward()
                 came.append("done")

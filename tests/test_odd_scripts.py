@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from odd import INPUT, Stacked, assert_same_grads, pair
+from odd import INPUT, Clamped, Stacked, assert_same_grads, pair
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -305,17 +305,6 @@ def test_a_model_whose_attributes_keep_a_graph_is_told_which() -> None:
     for each in (plain, wrapped):
         each(INPUT).square().mean().backward()
     assert_same_grads(plain, wrapped)
-
-
-class Clamped(nn.Linear):
-    """Changes its weight in forward, where ``clamps``."""
-
-    clamps = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.clamps:
-            self.weight.data.clamp_(-0.1, 0.1)
-        return super().forward(x)
 
 
 def after_a_forward_that_wrote(rank: int, world_size: int, strategy: str, load: bool) -> None:
