@@ -6,6 +6,7 @@ import gc
 import random
 import re
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -264,17 +265,18 @@ def test_a_forward_that_wrote_to_the_roots_parameters_has_no_other_models_inside
 class Training(nn.Module):
     """Trains another model between its units, and goes on where that raises, if it ``goes_on``."""
 
-    def __init__(self, inner: nn.Module, goes_on: bool, more: bool) -> None:
+    def __init__(self, inner: nn.Module, goes_on: bool, more: bool, steps: bool = True) -> None:
         super().__init__()
         self.inlet, self.outlet = nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
         self.inner, self.goes_on, self.more = [inner], goes_on, more
-        self.optimizer = zshard.SGD(inner.parameters(), lr=0.05)
+        self.optimizer = zshard.SGD(inner.parameters(), lr=0.05) if steps else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.outlet[0](self.inlet(x))
         try:
             self.inner[0](x.detach()).sum().backward()
-            self.optimizer.step()
+            if self.optimizer is not None:
+                self.optimizer.step()
         except (Planted, zshard.StateError):
             if not self.goes_on:
                 raise
@@ -282,12 +284,12 @@ class Training(nn.Module):
 
 
 def trains_inside(
-    rank: int, world_size: int, comm: str, who: set[int], goes_on: bool, more: bool
+    rank: int, world_size: int, comm: str, who: set[int], goes_on: bool, more: bool, steps: bool
 ) -> list[str]:
     """Steps with a backward inside, which raises in some of them, half way, on ranks ``who``."""
     torch.manual_seed(0)
     inner = zshard.wrap(chain(early=False, trains=False)[0], comm=comm)
-    outer = zshard.wrap(Training(inner, goes_on, more), comm=comm)
+    outer = zshard.wrap(Training(inner, goes_on, more, steps), comm=comm)
     optimizer = zshard.SGD(outer.parameters(), lr=0.05)
     came = []
     for step in range(6):
@@ -298,12 +300,13 @@ def trains_inside(
             outer(batch(rank, step)).sum().backward()
             optimizer.step()
             came.append("done")
-        except (Planted, zshard.StateError) as error:
+        except (Planted, zshard.StateError, zshard.MismatchError) as error:
             came.append(type(error).__name__)
         if handle is not None:
             handle.remove()
         for model in (inner, outer):
-            model.zero_grad()
+            with suppress(zshard.StateError):  # that its last backward has raised elsewhere
+                model.zero_grad()
     zshard.full_param(outer, "inlet.weight")
     return came
 
@@ -317,8 +320,17 @@ def test_a_backward_that_raises_inside_another_models_forward_leaves_all_in_step
 ) -> None:
     raised = "done" if goes_on else "Planted"
     told = "done" if goes_on else "StateError"
-    for rank, came in enumerate(run_ranks(trains_inside, 2, comm, who, goes_on, more)):
+    for rank, came in enumerate(run_ranks(trains_inside, 2, comm, who, goes_on, more, True)):
         each = raised if rank in who else told
+        assert came == ["done", each, each, "done", each, "done"]
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_rank_that_left_a_forward_by_a_backward_inside_ends_the_step_of_the_others_alone(
+    comm: str,
+) -> None:
+    for rank, came in enumerate(run_ranks(trains_inside, 2, comm, {1}, False, True, False)):
+        each = ("MismatchError", "Planted")[rank]
         assert came == ["done", each, each, "done", each, "done"]
 
 
