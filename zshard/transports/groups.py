@@ -185,7 +185,7 @@ class Ranks:
         if not self._gloo:
             work = _all_gather(full, shard, self.group, async_op=not self.nccl)
         elif shard.nbytes < _LARGE_BYTES:
-            work = self._start_all_to_all(full, shard.repeat(self.size))
+            work = self._start_all_to_all(full, torch.cat([shard] * self.size))
         elif self._messenger is None or lasting:
             work = self._start_broadcasts(full, shard)
         else:
@@ -206,11 +206,10 @@ class Ranks:
     def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
         """Start the communication of a reduce-scatter; see ``Comm.exchange``."""
         work: Work | None
-        chunks = chunks.view(-1)
         if self.row_count(packed.dtype) == 1:
-            work = _reduce_scatter(chunks, packed, group=self.group)
-        else:  # as bytes, since gloo does not know every dtype
-            work = self._start_all_to_all(chunks.view(torch.uint8), packed.view(torch.uint8))
+            work = _reduce_scatter(chunks.view(-1), packed, group=self.group)
+        else:
+            work = self._start_all_to_all(chunks, packed)
         return work
 
     def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work | None:
@@ -245,7 +244,7 @@ class Ranks:
         if self.neighbours is not None:
             return self.neighbours.words(mine)
         everyone = mine.new_empty(self.size * mine.numel())
-        sent = mine.repeat(self.size)
+        sent = torch.cat([mine] * self.size)
         self.wait(dist.all_to_all_single(everyone, sent, group=self.control, async_op=True))
         return everyone
 

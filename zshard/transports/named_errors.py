@@ -27,6 +27,8 @@ class NamedErrors(NamedTuple):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
+        if kind is None:
+            return
         if any(over.standing is not None and over.standing.failed for over in self.comm.axes):
             self.comm.broken = True
         if isinstance(error, RuntimeError) and not isinstance(error, Error):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from .messages import Work, works_of
 
-_SLICE_SECONDS = 0.5  # of a wait, between looks at whether the others live
+_SLICE = timedelta(seconds=0.5)  # of a wait, between looks at whether the others live
 _GRACE_SECONDS = 5.0  # from the end of a rank to that of the collectives it had taken part in
 _END_SECONDS = 0.5  # from the end of a process's connections to its own, at most
 
@@ -94,7 +94,7 @@ class Processes:
     def _wait(self, work: dist.Work) -> None:
         while True:
             try:
-                work.wait(timedelta(seconds=_SLICE_SECONDS))
+                work.wait(_SLICE)
             except RuntimeError:
                 if work.is_completed():
                     work.wait()  # raises what went wrong, unless it has just become complete
