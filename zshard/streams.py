@@ -10,12 +10,13 @@ events of any accelerator are made in C++, those of ``torch.cuda`` take several 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 Mark = torch.Event | None
+
+_NOTHING = nullcontext()
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -39,15 +40,12 @@ class Lane:
         if self.stream is not None and not sys.is_finalizing():
             current_stream(self.stream.device).wait_stream(self.stream)
 
-    @contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """Run the body on this lane, after what the compute stream has been given so far."""
+    def after_compute(self) -> AbstractContextManager[object]:
+        """A context on this lane, after what the compute stream has been given so far."""
         if self.stream is None:
-            yield
-            return
+            return _NOTHING
         self.stream.wait_stream(current_stream(self.stream.device))
-        with self.stream:
-            yield
+        return self.stream
 
     @property
     def is_current(self) -> bool:

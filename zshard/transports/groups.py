@@ -31,6 +31,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 # From this size of a row on, the moving of the bytes takes longer than saying so.
 _LARGE_BYTES = 1 << 18
 
+_NOTHING = nullcontext()
+
 # [Note: the ways of gloo] As measured beside computing ranks. Small rows: the all-to-all, which
 # sends them straight to their ranks, where the all-gather passes them around a ring. Large rows on
 # one host: a broadcast from each rank, four times as fast as the all-gather, and the all-to-all;
@@ -146,7 +148,7 @@ class Ranks:
 
     def attending(self) -> AbstractContextManager[None]:
         """A context in which an exception would leave other ranks waiting: they are told."""
-        return nullcontext()
+        return _NOTHING
 
     def note(self, op: str, tag: Tag) -> None:
         """Publish what this rank is at, for the others' errors."""
