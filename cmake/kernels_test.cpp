@@ -23,9 +23,7 @@ namespace {
 using namespace test;
 
 void check_cast(int round) {
-    const bool wide = one_in(5);
-    const Dtype to = wide ? Dtype::kFloat64 : draw_dtype();
-    const Dtype from = wide ? Dtype::kFloat32 : draw_dtype();
+    const auto [to, from] = dtypes_of(round % kCastPairs);
     const int64_t numel = draw_numel(), count = draw(1, 5);
     Memory memory;
     const Twin<void> out = memory.numbers(count * numel, to);
@@ -56,14 +54,14 @@ void check_master(int round) {
 // pack_ and unpack_ of contiguous tensors and of transposed matrices with room between their
 // columns. Some pieces are gaps, which unpack_ does not have in its list.
 void check_pack(int round, bool pack) {
-    const bool wide = one_in(6);
-    const Dtype dtype = wide ? Dtype::kFloat64 : draw_dtype();
+    const bool wide = one_in(6), copies = one_in(3);  // bits, those of NaNs too
+    const Dtype dtype = wide ? Dtype::kFloat64 : dtype_of(round);
     const bool many = round == 0;  // more than one launch takes
     Memory memory;
     std::vector<Twin<void>> sources;
-    PackArgs args{nullptr, dtype, 0, one_in(2) ? 1.0 : 0.3, {}};
+    PackArgs args{nullptr, dtype, 0, copies || one_in(2) ? 1.0 : 0.3, {}};
     for (int64_t count = many ? 800 : draw(0, 12); count > 0; --count) {
-        Piece piece{nullptr, wide ? dtype : draw_dtype(), args.numel, draw(1, 40), {}};
+        Piece piece{nullptr, wide || copies ? dtype : draw_dtype(), args.numel, draw(1, 40), {}};
         int64_t room = piece.numel;
         if (!many && one_in(4)) {
             const int64_t rows = draw(2, 90), columns = draw(2, 90), pitch = rows + draw(0, 3);
@@ -79,11 +77,11 @@ void check_pack(int round, bool pack) {
             piece = {nullptr, dtype, piece.offset, piece.numel, {}};
             sources.push_back({nullptr, nullptr});
         } else {
-            sources.push_back(memory.numbers(room, piece.dtype));
+            sources.push_back(memory.values(room, piece.dtype, copies));
         }
         args.pieces.push_back(piece);
     }
-    const Twin<void> flat = memory.numbers(args.numel, dtype);
+    const Twin<void> flat = memory.values(args.numel, dtype, copies);
     const auto make = [&](int side) {
         args.flat = flat[side];
         for (size_t i = 0; i < sources.size(); ++i) args.pieces[i].data = sources[i][side];
@@ -96,10 +94,9 @@ void check_pack(int round, bool pack) {
 // The first round has more blocks than a warp has threads, and squares whose sums are not exact.
 void check_reduce(int round) {
     const bool large = round == 0;
-    const bool wide = large || one_in(6);
-    const Dtype acc_dtype = wide ? Dtype::kFloat64 : draw_dtype();
-    const bool in_place = one_in(4);
-    const Dtype chunk_dtype = wide ? Dtype::kFloat64 : in_place ? acc_dtype : draw_dtype();
+    const auto [acc_dtype, other] = dtypes_of((round + kReducePairs - 1) % kReducePairs);
+    const bool wide = acc_dtype == Dtype::kFloat64, in_place = !large && one_in(3);
+    const Dtype chunk_dtype = in_place ? acc_dtype : other;
     const int64_t numel = large ? 300 * int64_t{kSquareBlock} + 5 : draw_numel();
     const int64_t world_size = in_place || large ? 1 : draw(1, 5);
     const bool accumulate = !in_place && one_in(2), measure = large || !one_in(3);
@@ -181,12 +178,13 @@ struct Call {
     std::vector<uint8_t> active;
     float scale = 0.7f, skip = one_in(10) ? 1.0f : 0.0f;
 
-    // `units`: shards. There is a segment in the first one.
-    explicit Call(int64_t units) {
-        args[0].grad_dtype = draw_dtype();
-        args[0].split = one_in(3);
-        args[0].has_send = !args[0].split && one_in(2);
-        args[0].send_dtype = one_in(2) ? Dtype::kBfloat16 : Dtype::kFloat16;
+    // `units`: shards; the first has a segment. Twelve rounds have all that a step is compiled for.
+    Call(int64_t units, int64_t round) {
+        const int64_t kind = round / 3 % 4;
+        args[0].grad_dtype = dtype_of(round);
+        args[0].split = kind == 0;
+        args[0].has_send = kind >= 2;
+        args[0].send_dtype = kind == 2 ? Dtype::kBfloat16 : Dtype::kFloat16;
         args[1] = args[0];
         for (int64_t unit = 0; unit < units; ++unit)
             add_shard(unit, units > 100 ? draw(0, 20) : draw_numel() + (unit == 0));
@@ -239,22 +237,26 @@ struct Call {
 
 template <typename Rule>
 void check_optim(const char* op, void (*on_cpu)(const OptimArgs<Rule>&),
-                 void (*on_device)(const OptimArgs<Rule>&), int64_t units) {
-    const Call<Rule> call(units);
+                 void (*on_device)(const OptimArgs<Rule>&), int64_t units, int64_t round) {
+    const Call<Rule> call(units, round);
     call.memory.check_same(
         on_cpu, on_device, [&](int side) { return call.args[side]; },
-        where(op, "shards", units, "segments", call.segments.size()));
+        where(op, "round", round, "shards", units, "segments", call.segments.size()));
 }
 
 // A shard whose gradient is summed on the way. The segments of a Call's first shard ascend.
 struct ReduceCall {
-    Call<Adamw> optim{1};
+    Call<Adamw> optim;
     Memory memory;
     std::array<Rows, 2> peers;
     Twin<double> stats = memory.bits<double>(2);
     bool measure = !one_in(3);
 
-    ReduceCall() {
+    explicit ReduceCall(int64_t round) : optim(1, round) {
+        if (one_in(8)) {
+            std::fill(optim.segments.begin(), optim.segments.end(), Segment{0, 0, 0});
+            for (OptimArgs<Adamw>& args : optim.args) args.shards[0].numel = 0;
+        }
         peers =
             draw_rows(memory, optim.args[0].grad_dtype, draw(1, 5), optim.args[0].shards[0].numel);
         if (one_in(8))
@@ -270,7 +272,7 @@ struct ReduceCall {
 };
 
 void check_reduce_adamw(int round) {
-    const ReduceCall call;
+    const ReduceCall call(round);
     const auto context =
         where("reduce_adamw round", round, "numel", call.optim.args[0].shards[0].numel, "ranks",
               call.peers[0].count, "segments", call.optim.segments.size());
@@ -283,7 +285,7 @@ void check_reduce_adamw(int round) {
 template <typename Rule>
 void check_traps(const std::string& op, void (*on_device)(const OptimArgs<Rule>&)) {
     const auto check_trap = [&](const auto& spoil) {
-        Call<Rule> call(2);
+        Call<Rule> call(2, 0);
         call.active[0] = 1;
         call.skip = 0.0f;
         spoil(call);
@@ -302,7 +304,7 @@ void check_traps(const std::string& op, void (*on_device)(const OptimArgs<Rule>&
 
 void check_reduce_adamw_traps() {
     const auto check_trap = [](const std::vector<Segment>& bad) {
-        ReduceCall call;
+        ReduceCall call(0);
         OptimRows<Adamw>& rows = call.optim.args[1].rows;
         rows.active = nullptr;
         call.optim.skip = 0.0f;
@@ -331,18 +333,17 @@ int main() {
     using namespace zshard;
     for (int round = 0; round < 40; ++round) check_master(round);
     for (int round = 0; round < 80; ++round) check_cast(round);
-    for (int round = 0; round < 150; ++round) check_reduce(round);
+    for (int round = 0; round < 300; ++round) check_reduce(round);
     for (const int64_t blocks : {0, 1, 1023, 1024, 1025, 4096, 5000, 8192, 8193, 20'001})
         for (int round = 0; round < 3; ++round) check_stats(blocks);
     for (int round = 0; round < 40; ++round) check_clip(round);
-    for (int round = 0; round < 8; ++round) {
-        check_pack(round, true);
-        check_pack(round, false);
-        check_optim("adamw_", cpu::adamw, cuda::adamw, draw(1, 5));
-        check_optim("sgd_", cpu::sgd, cuda::sgd, draw(1, 5));
+    for (int round = 0; round < 160; ++round) check_pack(round / 2, round % 2 == 0);
+    for (int round = 0; round < 12; ++round) {
+        check_optim("adamw_", cpu::adamw, cuda::adamw, draw(1, 5), round);
+        check_optim("sgd_", cpu::sgd, cuda::sgd, draw(1, 5), round);
     }
-    for (int round = 0; round < 40; ++round) check_reduce_adamw(round);
-    check_optim("sgd_", cpu::sgd, cuda::sgd, 700);  // more than one launch takes
+    for (int round = 0; round < 48; ++round) check_reduce_adamw(round);
+    check_optim("sgd_", cpu::sgd, cuda::sgd, 700, 0);  // more than one launch takes
     check_traps("adamw_", cuda::adamw);
     check_traps("sgd_", cuda::sgd);
     check_reduce_adamw_traps();

@@ -8,6 +8,7 @@
 #include <memory>
 #include <random>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -29,9 +30,20 @@ inline int64_t draw_numel() {
     return sizes[draw(0, std::size(sizes) - 1)];
 }
 
-inline Dtype draw_dtype() {
+// All but fp64, in turn.
+inline Dtype dtype_of(int64_t round) {
     constexpr Dtype kAll[] = {Dtype::kFloat32, Dtype::kBfloat16, Dtype::kFloat16};
-    return kAll[draw(0, 2)];
+    return kAll[round % 3];
+}
+
+inline Dtype draw_dtype() { return dtype_of(draw(0, 2)); }
+
+// All pairs that cast_ is between, in turn; the first ten are those that reduce_ takes.
+inline constexpr int64_t kReducePairs = 10, kCastPairs = 12;
+inline std::pair<Dtype, Dtype> dtypes_of(int64_t pair) {
+    if (pair < 9) return {dtype_of(pair), dtype_of(pair / 3)};
+    return {pair == 11 ? Dtype::kFloat32 : Dtype::kFloat64,
+            pair == 10 ? Dtype::kFloat32 : Dtype::kFloat64};
 }
 
 // The same array twice: for the CPU and for the kernels.
@@ -45,6 +57,11 @@ class Memory {
     Twin<T> bits(int64_t numel) {
         const Twin<char> twin = add(numel * int64_t{sizeof(T)}, sizeof(T));
         return {reinterpret_cast<T*>(twin[0]), reinterpret_cast<T*>(twin[1])};
+    }
+
+    Twin<void> bits(int64_t numel, Dtype dtype) {
+        const Twin<char> twin = add(numel * size_of(dtype), size_of(dtype));
+        return {twin[0], twin[1]};
     }
 
     // Numbers in [low, 1): no NaN, whose bits are left open.
@@ -62,6 +79,11 @@ class Memory {
         }
         std::memcpy(twin[1], twin[0], numel * size_of(dtype));
         return {twin[0], twin[1]};
+    }
+
+    // Bits, or numbers.
+    Twin<void> values(int64_t numel, Dtype dtype, bool any) {
+        return any ? bits(numel, dtype) : numbers(numel, dtype);
     }
 
     // Both sides of an op, on the arguments that make(side) gives.
@@ -91,7 +113,7 @@ class Memory {
     };
 
     Twin<char> add(int64_t bytes, int64_t alignment) {
-        const int64_t shift = one_in(2) ? 0 : draw(0, 15) * alignment;
+        const int64_t shift = aligned_ || one_in(2) ? 0 : draw(0, 15) * alignment;
         Array array{.bytes = bytes + shift, .shift = shift, .data = {}};
         for (auto& data : array.data) data = std::make_unique<char[]>(array.bytes);
         for (int64_t i = 0; i < array.bytes; ++i)
@@ -101,6 +123,7 @@ class Memory {
         return {data[0].get() + shift, data[1].get() + shift};
     }
 
+    const bool aligned_ = one_in(2);  // all arrays: each by itself, they rarely were together
     std::vector<Array> arrays_;
 };
 
