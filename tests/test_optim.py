@@ -304,21 +304,6 @@ def test_impossible_options_of_sgd_are_refused_by_name(options: dict[str, object
         zshard.SGD([nn.Parameter(torch.ones(2))], **options)
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
-def test_an_optimizer_that_needs_whole_matrices_is_refused_with_the_way_out(name: str) -> None:
-    model = zshard.wrap(nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 5, bias=False)))
-    optimizer = getattr(torch.optim, name)(model.parameters())
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 5)).square().sum()
-        loss.backward()
-        return loss
-
-    with pytest.raises(zshard.ShardedAccessError, match="full_params"):
-        optimizer.step(closure)
-
-
 @pytest.mark.parametrize("foreach", [False, True])
 def test_torchs_optimizer_with_states_of_whole_tensors_is_told_what_takes_them(
     foreach: bool,

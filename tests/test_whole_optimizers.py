@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -123,3 +123,38 @@ def test_lent_parameters_that_nobody_trains_may_be_in_an_optimizer() -> None:
     model = zshard.wrap(Blocks())
     with zshard.full_params(model, write=True) as inside:
         torch.optim.SGD(inside.parameters()).step()  # no gradients anywhere: nothing is lost
+
+
+class OfWholeStates(torch.optim.Optimizer):
+    """Makes its states by itself, and of whole tensors, as SM3 does."""
+
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        closure()
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(torch.ones(param.shape))
+
+
+def of_whole_states(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return OfWholeStates(params, {})
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, of_whole_states]
+)
+def test_an_optimizer_that_needs_whole_matrices_is_refused_with_the_way_out(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 5, bias=False)))
+    optimizer = make(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with pytest.raises(zshard.ShardedAccessError, match=r"forward, that was called past"):
+            model[0].weight.sum()  # the closure is the script's
+        loss = model(torch.ones(2, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(zshard.ShardedAccessError, match=r"takes ones of your own.*full_params"):
+        optimizer.step(closure)

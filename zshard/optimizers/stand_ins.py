@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import OptimizerError, StateError
 from ..param import Sharded
 from ..schedule import live
+from ..sharded.refusals import WHOLE_TENSORS
 
 # Of each whole parameter that a context has in the modules now, by id: itself, and the sharded one.
 # No weak reference meanwhile, with which torch.utils.swap_tensors would refuse it.
@@ -24,12 +25,6 @@ _TAKEN_OUT = WeakTensorKeyDictionary()  # of those whose context has ended, as l
 _USE_FORWARD = (
     "Compute what has it in a forward, or in a method that zshard.method(model, name) has gather; "
     "or assign whole gradients to the parameters outside of the context."
-)
-_REMEDY = (
-    "An optimizer that needs whole matrices takes whole tensors of your own: "
-    "zshard.full_param(model, name) of each parameter, with zshard.full_grad(model, name) as its "
-    ".grad before a step; then copy them into the parameters inside "
-    "zshard.full_params(model, write=True)."
 )
 
 
@@ -86,7 +81,7 @@ def refuse_lost_step(param: torch.Tensor, *, has_closure: bool) -> None:
         raise OptimizerError(
             f"the optimizer's parameter of shape {tuple(param.shape)} is one that "
             "zshard.full_params lent while it lasted: the model would not see this step. To train "
-            "a model of your own on it, clone it. " + _REMEDY
+            "a model of your own on it, clone it. " + WHOLE_TENSORS
         )
     _, sharded = _STANDING_IN.get(id(param), (None, None))
     if sharded is None:
@@ -97,7 +92,7 @@ def refuse_lost_step(param: torch.Tensor, *, has_closure: bool) -> None:
     if param.grad is None and sharded.grad is not None:
         raise OptimizerError(
             f"{sharded.fqn}: the whole parameter that zshard.full_params lends has no gradient, so "
-            "that this step would leave it as it is. " + _REMEDY
+            "that this step would leave it as it is. " + WHOLE_TENSORS
         )
 
 

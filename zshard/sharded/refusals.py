@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,6 +22,12 @@ _WRAPPERS = {
     "FSDP": "torch.distributed.fsdp",
 }
 _NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
+WHOLE_TENSORS = (
+    "An optimizer that needs whole tensors (Muon, Adafactor, LAMB) takes ones of your own: "
+    "zshard.full_param(model, name) of each parameter, with zshard.full_grad(model, name) as its "
+    ".grad before a step; then copy them into the parameters inside "
+    "zshard.full_params(model, write=True)."
+)
 
 
 def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
@@ -38,18 +45,16 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
     if name in _NORMS:
         raise ShardedAccessError(
             f"{name} of {first.fqn!r} would be the norm of this rank's part alone. Clip with "
-            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; "
-            "zshard.full_grad(model, name) reads a gradient. An optimizer that needs whole "
-            "matrices (Muon) takes what zshard.full_param and zshard.full_grad read; write its "
-            "values back inside zshard.full_params(model, write=True)."
+            "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; take "
+            "other norms of what zshard.full_param(model, name) and zshard.full_grad read. "
+            f"{WHOLE_TENSORS}"
         )
     if isinstance(first, ShardedGrad):
         raise ShardedAccessError(
             f"{name} needs the whole gradient of {first.fqn!r} {tuple(first.shape)}, of which this "
             f"rank holds {first.local_numel} elements: on every rank, read it with "
             "zshard.full_grad(model, name), and assign what is to replace it (param.grad = whole). "
-            "An optimizer that needs whole matrices takes what zshard.full_param and full_grad "
-            "read; write its values back inside zshard.full_params(model, write=True)."
+            f"{WHOLE_TENSORS}"
         )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
@@ -68,7 +73,12 @@ def refuse_plain(name: str, first: Sharded, plain: torch.Tensor, *, of_optimizer
         "In an optimizer, its state is of whole tensors, made before zshard.wrap or loaded "
         "from a plain state_dict, which zshard's optimizers take."
     )
-    advice = f"{state} Elsewhere: {_remedy(first)}" if of_optimizer else f"{_remedy(first)} {state}"
+    if _in_step():  # whose states were looked at before: it has made the plain one itself
+        advice = WHOLE_TENSORS
+    elif of_optimizer:
+        advice = f"{state} Elsewhere: {_remedy(first)}"
+    else:
+        advice = f"{_remedy(first)} {state}"
     raise ShardedAccessError(
         f"{name} mixes the sharded {first.fqn!r} with a plain tensor of shape "
         f"{tuple(plain.shape)}. {advice}"
@@ -102,6 +112,8 @@ def _remedy(param: Sharded) -> str:
             "its place: leave it out. (README, 'Under a trainer', says how, where a library does "
             "this by itself.)"
         )
+    if _in_step():
+        return WHOLE_TENSORS
     label = param.flat.unit.label
     user = _called_past(param.flat.unit)
     unit = (
@@ -129,13 +141,26 @@ def _called_past(unit: Unit) -> str:
     return inside[-1] if inside and inside[-1] != unit.name else ""
 
 
+def _callers() -> Iterator[FrameType]:
+    """The frames that this is called from, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _in_step() -> bool:
+    """Whether an optimizer is at work, and not in its closure, which runs with gradients."""
+    return not torch.is_grad_enabled() and any(
+        isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in _callers()
+    )
+
+
 def _wrapper_at_work() -> str | None:
     """The data-parallel wrapper of torch that this is called from."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in _callers():
         module = frame.f_globals.get("__name__", "")
         for wrapper, package in _WRAPPERS.items():
             if module.startswith(package):
                 return wrapper
-        frame = frame.f_back
     return None
