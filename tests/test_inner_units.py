@@ -1,0 +1,59 @@
+"""A unit inside another that does not call it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ranks import run_ranks
+from steps import batch
+from torch import Tensor, nn
+
+import zshard
+
+
+class Around(nn.Module):
+    """A unit around another, which it does not call itself; one of its parameters is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own, self.unused = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x)
+
+
+class InnerFirst(nn.Module):
+    """Calls the inner unit, and then the one around it."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.around, self.skips = Around(), skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(x if self.skips else self.around.inner(x))
+
+
+def inner_unit_first(rank: int, world_size: int, on: tuple[int, ...]) -> str:
+    torch.manual_seed(0)
+    model = InnerFirst(skips=rank not in on)
+    plain = copy.deepcopy(model)
+    zshard.wrap(model, units=["around", "around.inner"], prefetch=0)  # one memory for the two
+    with pytest.raises(zshard.StateError) as caught:
+        model(batch(rank, 0)).sum().backward()
+        zshard.clip_grad_norm_(model, 1.0)
+    with torch.no_grad():
+        assert torch.equal(model(batch(rank, 1)), plain(batch(rank, 1)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("on", [(0, 1), (0,)])
+def test_a_unit_needed_while_the_one_around_it_has_its_memory_is_refused(
+    on: tuple[int, ...],
+) -> None:
+    for rank, said in enumerate(run_ranks(inner_unit_first, 2, on, timeout=30)):
+        if rank in on:
+            assert "'around.inner' is needed in backward while unit 'around' around it" in said
+        else:
+            assert "on rank 0 a backward of this step" in said
