@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from ranks import run_ranks
 from steps import batch, build
+from torch import Tensor, nn
 
 import zshard
 from zshard.wrap import schedule_of
@@ -69,3 +72,36 @@ def test_a_backward_that_autograd_lets_go_of_late_leaves_the_next_forward_alone(
     model.inlet.register_forward_pre_hook(let_go)
     model(batch(0, 1))
     assert used[0] is not sharded and model.inlet.weight is sharded
+
+
+def raise_planted(*_: object) -> None:
+    raise ValueError("planted")
+
+
+class FailsBetween(nn.Module):
+    """Its backward raises, if it is to, between the gradients of ``b`` and of ``a``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(4)) for _ in range(2))
+        self.fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x * self.a
+        if self.fails:
+            product.register_hook(raise_planted)
+        return (product + self.b).sum()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_gradient_made_before_an_exception_is_not_added_to_the_next_ones(held: bool) -> None:
+    model = zshard.wrap(FailsBetween())
+    with (
+        zshard.no_sync(model) if held else nullcontext(),
+        pytest.raises(ValueError, match="planted"),
+    ):
+        model(torch.ones(4)).backward()
+    model.fails = False
+    model(torch.ones(4)).backward()
+    for name in ("a", "b"):
+        assert torch.equal(zshard.full_grad(model, name), torch.ones(4)), name
