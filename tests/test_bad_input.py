@@ -112,37 +112,6 @@ def test_what_would_break_a_wrapped_model_is_refused_and_it_goes_on(act: Act, me
     goes_on(model)
 
 
-@pytest.mark.parametrize(
-    ("parameter", "message"),
-    [
-        (
-            nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False),
-            "odd has dtype.*int32",
-        ),
-        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "odd has dtype.*complex64"),
-        (nn.UninitializedParameter(), "odd has no shape yet"),
-    ],
-)
-def test_parameters_that_cannot_be_sharded_are_refused_by_name_before_anything_is(
-    parameter: nn.Parameter, message: str
-) -> None:
-    model = Blocks()
-    model.odd = parameter
-    with pytest.raises(zshard.WrapError, match=message):
-        zshard.wrap(model)
-    assert type(model.inlet.weight) is nn.Parameter
-    del model.odd
-    goes_on(zshard.wrap(model))
-
-
-def test_a_parameter_whose_name_leads_to_no_module_is_refused_by_name() -> None:
-    model = Blocks()
-    model.taken = nn.Module()  # as torchrl's losses keep the parameters of their networks
-    model.taken._parameters["up.weight"] = model.blocks[0].up.weight
-    with pytest.raises(zshard.WrapError, match=r"'taken\.up\.weight' leads to no module"):
-        zshard.wrap(model)
-
-
 class Keeper(Block):
     """Keeps a reference to its weight from inside forward, as a careless logger does."""
 
@@ -194,6 +163,14 @@ def test_clipping_another_models_parameters_is_refused() -> None:
         zshard.clip_grad_norm_(list(Blocks().parameters()), 1.0)
 
 
+def test_clipping_several_models_at_once_is_refused() -> None:
+    both = [zshard.wrap(Blocks()) for _ in range(2)]
+    for model in both:
+        goes_on(model)
+    with pytest.raises(zshard.InputError, match="several wrapped models"):
+        zshard.clip_grad_norm_([param for model in both for param in model.parameters()], 1.0)
+
+
 def test_double_backward_is_refused_and_the_model_goes_on() -> None:
     model = zshard.wrap(Blocks())
     loss = models.loss_of(model, batch(0, 0))
@@ -222,6 +199,8 @@ def unlike_models(rank: int, world_size: int, difference: str, comm: str, init: 
         model.blocks[2].up.bias.data[3] += 1e-6
     elif rank == 1 and difference == "requires_grad":
         model.outlet.bias.requires_grad_(False)
+    elif rank == 1 and difference == "order":
+        model.inlet = model._modules.pop("inlet")
     elif rank == 1 and difference == "missing":
         model.blocks = nn.ModuleList([*model.blocks, Block()])
     with pytest.raises(zshard.MismatchError) as caught:
@@ -241,6 +220,7 @@ def unlike_models(rank: int, world_size: int, difference: str, comm: str, init: 
         ("unit", "blocks.0.norm.weight: rank 0 and rank 1 differ in unit: 'blocks.0' on rank 0"),
         ("requires_grad", "outlet.bias: rank 0 and rank 1 differ in requires_grad"),
         ("missing", "blocks.3"),
+        ("order", "parameters are registered in another order on rank 1: outlet.weight"),
     ],
 )
 @pytest.mark.parametrize("init", ["check", "trust"])
@@ -261,6 +241,9 @@ WRONG: list[dict[str, object]] = [
     {"precision": "bf16"},
     {"precision": torch.bfloat16},
     {"units": 5},
+    {"units": [nn.Linear, 5]},
+    {"units": [nn.LSTM]},
+    {"init": "random"},
     {"ignored": 5},
     {"ignored": [5]},
     {"ignored": [nn.Parameter(torch.ones(1))]},
@@ -269,6 +252,7 @@ WRONG: list[dict[str, object]] = [
     {"ignored": ["outlet.nothing"]},
     {"device": "nonsense"},
     {"mesh": dist.GroupMember.NON_GROUP_MEMBER},
+    {"mesh": "cpu"},
 ]
 
 
@@ -299,12 +283,17 @@ def test_inputs_are_not_cast_away_from_a_float64_model(precision: zshard.Precisi
 
 def test_other_arguments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     model = zshard.wrap(Blocks())
+    zshard.export(tmp_path / "a", model)
     for name, use in {
         "cast_inputs": lambda: zshard.Precision(cast_inputs=5),
         "max_norm": lambda: zshard.clip_grad_norm_(model, "a"),
         "norm_type": lambda: zshard.clip_grad_norm_(model, 1.0, "p"),
         "method": lambda: zshard.method(model, 5),
+        "forward gathers already": lambda: zshard.method(model, "forward"),
+        "takes a torch.nn.Module, got a list": lambda: zshard.wrap([model]),
+        "expected a wrapped model, got a list": lambda: zshard.state_dict([model]),
         "rename": lambda: zshard.load_weights(model, tmp_path, rename={"a": "b"}),
+        "makes two": lambda: zshard.load_weights(model, tmp_path / "a", rename=lambda name: "one"),
     }.items():
         with pytest.raises(zshard.InputError, match=name):
             use()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -103,7 +104,7 @@ def no_checkpoint(rank: int, size: int, folder: str) -> None:
         zshard.save(f"{folder}/things", model)
     with pytest.raises(zshard.CheckpointError, match=f"{folder}/file: Not a directory"):
         zshard.save(f"{folder}/file/a", model)
-    for bad in (None, 3, "", b"bytes", "a\0b", "\ud800"):
+    for bad in (None, 3, "", "/", b"bytes", "a\0b", "\ud800"):
         with pytest.raises(zshard.InputError, match="path="):
             zshard.save(bad, model)  # type: ignore[arg-type]
     with pytest.raises(zshard.InputError, match=r"path=None.*zshard\.latest"):
@@ -275,6 +276,28 @@ def test_a_save_or_load_inside_a_forward_or_full_params_is_refused(tmp_path: Pat
             with pytest.raises(zshard.StateError, match=r"inside zshard.full_params"):
                 call(tmp_path / "a", model)
     assert zshard.load(tmp_path / "a", model).extra == 1
+
+
+def from_disks_of_their_own(rank: int, world_size: int, folder: str) -> list[str]:
+    model = zshard.wrap(nn.Linear(3, 2), init="broadcast")
+    for disk in range(world_size):
+        zshard.save(f"{folder}/{disk}/x", model, extra=disk)
+    for module in ("load", "weights"):
+        found = importlib.import_module(f"zshard.checkpoint.{module}")
+        found.absolute = lambda path, **_: f"{folder}/{rank}/x"
+    said = []
+    for call in (lambda: zshard.load("/x", model), lambda: zshard.load_weights(model, "/x")):
+        with pytest.raises(zshard.Error) as caught:
+            call()
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    model(torch.ones(2, 3))
+    return said
+
+
+def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
+    for said in run_ranks(from_disks_of_their_own, 2, str(tmp_path)):
+        assert "CheckpointError: /x: the ranks found different checkpoints there" in said[0]
+        assert "MismatchError" in said[1] and "found other tensors there" in said[1]
 
 
 def text_for_flags(rank: int, world_size: int, folder: str) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import models
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, simulated
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
 
@@ -35,6 +36,13 @@ def test_every_flat_buffer_of_every_unit_has_a_line() -> None:
         for row in rows:
             assert 2 * int(row[5]) == int(row[3]) + int(row[6])
             assert row[7:10] == ["bfloat16", "float32", "split"] and row[2] == "zero2"
+
+
+def test_replicas_are_told_of() -> None:
+    with simulated(5, 8):
+        mesh = init_device_mesh("cpu", (2, 4))
+        head, *_ = zshard.describe(zshard.wrap(nn.Linear(3, 3), mesh=mesh)).splitlines()
+    assert head.endswith(" over 4 ranks, 2 times on cpu; this is rank 5 of 8")
 
 
 def test_one_unit_is_no_units() -> None:

@@ -129,6 +129,20 @@ def test_a_change_of_shards_inside_is_refused_and_kept(change: Callable[[nn.Modu
     model(torch.ones(2, 5))
 
 
+def test_one_inside_another_is_refused_and_the_outer_one_goes_on() -> None:
+    model = trained(torch.float32)
+    with zshard.full_params(model, write=True):
+        with (
+            pytest.raises(zshard.StateError, match="inside another full_params"),
+            zshard.full_params(model),
+        ):
+            pass
+        with pytest.raises(zshard.StateError, match="is whole as it is"):
+            zshard.state_dict(model)
+        nn.init.ones_(model[0].weight)
+    assert zshard.full_param(model, "0.weight").eq(1).all()
+
+
 def test_where_one_parameter_has_another_shape_none_is_taken() -> None:
     model = trained(torch.float32)
     before = zshard.state_dict(model)

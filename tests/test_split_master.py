@@ -134,6 +134,11 @@ def test_a_split_master_needs_bf16_compute(compute: torch.dtype) -> None:
         zshard.Precision(compute=compute, master="split")
 
 
+def test_a_split_master_has_no_slices_to_write_to() -> None:
+    with pytest.raises(zshard.StateError, match="split master is two planes"):
+        zshard.local_shards(zshard.wrap(models.build("blocks"), precision=SPLIT))
+
+
 def test_a_model_in_which_nothing_can_be_split_is_refused_before_it_is_touched() -> None:
     model = models.build("blocks")
     with pytest.raises(zshard.InputError, match=r"split.*float32"):

@@ -1,0 +1,89 @@
+"""Models that wrap refuses, with what is wrong and where; tests/test_bad_input.py has the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from models import Blocks
+from ranks import run_ranks
+from steps import batch
+from torch import nn
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import zshard
+
+
+def goes_on(model: nn.Module) -> None:
+    models.loss_of(model, batch(0, 1)).backward()
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (
+            nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False),
+            "odd has dtype.*int32",
+        ),
+        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "odd has dtype.*complex64"),
+        (nn.UninitializedParameter(), "odd has no shape yet"),
+    ],
+)
+def test_parameters_that_cannot_be_sharded_are_refused_by_name_before_anything_is(
+    parameter: nn.Parameter, message: str
+) -> None:
+    model = Blocks()
+    model.odd = parameter
+    with pytest.raises(zshard.WrapError, match=message):
+        zshard.wrap(model)
+    assert type(model.inlet.weight) is nn.Parameter
+    del model.odd
+    goes_on(zshard.wrap(model))
+
+
+def test_a_model_with_gradients_is_refused_until_they_are_dropped() -> None:
+    model = Blocks()
+    goes_on(model)
+    with pytest.raises(zshard.WrapError, match=r"inlet\.weight has a gradient already.*zero_grad"):
+        zshard.wrap(model)
+    model.zero_grad()
+    goes_on(zshard.wrap(model))
+
+
+def test_a_parameter_whose_name_leads_to_no_module_is_refused_by_name() -> None:
+    model = Blocks()
+    model.taken = nn.Module()  # as torchrl's losses keep the parameters of their networks
+    model.taken._parameters["up.weight"] = model.blocks[0].up.weight
+    with pytest.raises(zshard.WrapError, match=r"'taken\.up\.weight' leads to no module"):
+        zshard.wrap(model)
+
+
+def on_two_devices(rank: int, world_size: int) -> None:
+    _setup_privateuseone_for_python_backend("other")  # of this process, for good
+    model = Blocks()
+    there = torch._C._acc.create_empty_tensor((7,), torch.float32)
+    model.inlet.bias = nn.Parameter(there)
+    with pytest.raises(zshard.WrapError, match=r"inlet\.weight on cpu, inlet\.bias on other:0"):
+        zshard.wrap(model)
+    assert type(model.inlet.weight) is nn.Parameter
+
+
+def test_parameters_on_several_devices_are_refused_by_name() -> None:
+    run_ranks(on_two_devices, 1, group=False)
+
+
+def without_a_backend(rank: int, world_size: int, folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=world_size)
+    model = Blocks()
+    with pytest.raises(zshard.WrapError, match=r"'cuda:gloo'\) has no backend for cpu"):
+        zshard.wrap(model)
+    dist.destroy_process_group()
+    goes_on(zshard.wrap(model))
+
+
+def test_a_process_group_without_a_backend_for_the_parameters_is_refused(tmp_path: Path) -> None:
+    run_ranks(without_a_backend, 1, str(tmp_path), group=False)
