@@ -225,6 +225,15 @@ def test_freezing_inside_a_forward_is_refused() -> None:
         model(batch(0, 0))
 
 
+def test_what_is_detached_in_place_is_frozen() -> None:
+    model = zshard.wrap(Blocks())
+    parameter = model.get_parameter("outlet.weight")
+    assert parameter.detach_() is parameter
+    models.loss_of(model, batch(0, 0)).backward()
+    grads = [zshard.full_grad(model, f"outlet.{name}") for name in ("weight", "bias")]
+    assert not parameter.requires_grad and grads[0] is None and grads[1] is not None
+
+
 @pytest.mark.parametrize("value", [0, 2, None, "no"])
 def test_what_is_no_bool_is_torchs_error_and_freezes_nothing(value: object) -> None:
     model = zshard.wrap(nn.Linear(3, 3))

@@ -154,13 +154,15 @@ class Freezes(nn.Module):
             self.inner.weight.requires_grad_(False)
         elif self.how == "attribute":
             self.inner.weight.requires_grad = False
+        elif self.how == "detach_":
+            self.inner.weight.detach_()
         else:
             self.inner.requires_grad_(True)  # as they are
         return self.inner(x)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
-@pytest.mark.parametrize("how", ["method", "attribute", "nothing"])
+@pytest.mark.parametrize("how", ["method", "attribute", "detach_", "nothing"])
 def test_a_unit_that_freezes_its_own_parameters_in_forward_is_refused(
     how: str, strategy: str
 ) -> None:

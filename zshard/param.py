@@ -142,6 +142,10 @@ class Sharded(torch.Tensor):
             self.refuse_gradients()
         return self
 
+    def detach_(self) -> torch.Tensor:
+        """As torch's, which freezes a parameter."""
+        return self.requires_grad_(False) if self._is_param else super().detach_()
+
     def refuse_gradients(self) -> None:
         """Have a gradient that autograd brings here be an error: nobody would look at it."""
         if self.requires_grad and not self._backward_hooks:

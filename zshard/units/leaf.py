@@ -66,6 +66,10 @@ class LiveLeaf(Parameter):
             )
         return self
 
+    def detach_(self) -> torch.Tensor:
+        """Refused likewise: torch's freezes it."""
+        return self.requires_grad_(False)
+
 
 class DeadLeaf(Parameter):
     """A whole parameter whose unit is not gathered."""
