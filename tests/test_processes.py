@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from zshard.comm import Comm
 from zshard.tag import Tag
 from zshard.transports import processes
 from zshard.transports.groups import Ranks
+from zshard.transports.messages import Together
 from zshard.transports.processes import Life, Processes
 
 _CPU = torch.device("cpu")
@@ -117,6 +119,36 @@ def hosts(rank: int, world_size: int) -> list[bool]:
 
 def test_processes_are_looked_for_on_one_host() -> None:
     assert run_ranks(hosts, 2) == [[True, True]] * 2
+
+
+class Looked(dist.Work):
+    """A collective that is complete at a look, or never; it notes how it was waited for."""
+
+    def __init__(self, complete_at: float) -> None:
+        super().__init__()
+        self.complete_at, self.looks = complete_at, 0
+        self.slept_after: list[int] = []
+
+    def is_completed(self) -> bool:
+        """Another look."""
+        self.looks += 1
+        return self.looks >= self.complete_at
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Sleep until it is complete."""
+        self.slept_after.append(self.looks)
+        return True
+
+
+def test_a_wait_looks_for_half_a_millisecond_before_it_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr(processes.time, "perf_counter", lambda: next(now) * 1e-4)
+    soon, late = Looked(complete_at=3), Looked(complete_at=float("inf"))
+    Processes([], []).wait(Together([soon, late]))
+    assert soon.slept_after == [3]  # when there was nothing left to sleep for
+    assert late.slept_after == [5]
 
 
 def watched(*children: subprocess.Popen[bytes]) -> tuple[Processes, list[Life]]:

@@ -6,6 +6,11 @@ connection, and every send and receive that it has noted fails, but this one is 
 its collective ends only when the group's timeout is over, half an hour as a rule. So a wait looks
 from time to time whether the other processes still live. One that has ended is no error by itself:
 a rank that has all it needs of the last collective may go before the others have.
+
+[Note: waits that stay awake]
+A small collective is complete sooner than a core that has gone to sleep, of a virtual machine above
+all, is awake again. So a wait looks for half a millisecond whether it is, and sleeps then. Between
+looks it gives way to whoever wants the core, gloo's threads first.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import torch.distributed as dist
 from .messages import Work, works_of
 
 _SLICE = timedelta(seconds=0.5)  # of a wait, between looks at whether the others live
+_AWAKE_SECONDS = 5e-4  # of a wait, at its beginning; see [Note: waits that stay awake]
 _GRACE_SECONDS = 5.0  # from the end of a rank to that of the collectives it had taken part in
 _END_SECONDS = 0.5  # from the end of a process's connections to its own, at most
 
@@ -92,6 +98,9 @@ class Processes:
                 each.wait()
 
     def _wait(self, work: dist.Work) -> None:
+        begin = time.perf_counter()  # see [Note: waits that stay awake]
+        while not work.is_completed() and time.perf_counter() - begin < _AWAKE_SECONDS:
+            os.sched_yield()
         while True:
             try:
                 work.wait(_SLICE)
