@@ -63,6 +63,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "isa": os.environ.get("ZSHARD_ISA", "auto"),
         "python": platform.python_version(),
         "processor": processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "device": device.type,
@@ -80,7 +81,7 @@ def describe(device: torch.device) -> dict[str, object]:
 
 def headline(facts: dict[str, object]) -> str:
     """The facts in a few lines."""
-    where = facts.get("gpu", facts["processor"])
+    where = facts.get("gpu", f"{facts['processor']} with {facts['vectors']}")
     built = facts["extension"]
     assert isinstance(built, dict)
     return (
