@@ -193,7 +193,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     facts = {**describe(device), "ranks": arguments.ranks, "backend": "gloo"}
     facts["malloc"] = {k: v for k, v in os.environ.items() if k.startswith(("MALLOC", "LD_PRE"))}
     print(f"{headline(facts)}, {arguments.ranks} gloo rank(s)")
-    print("MB of a rank beyond its process before the model is built; in brackets over DDP's")
+    print(
+        "MB of a rank beyond its process before the model is built; in brackets over DDP's, which "
+        "trains in fp32"
+    )
     results = []
     for model in arguments.model:
         for tokens in arguments.tokens:

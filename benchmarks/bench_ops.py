@@ -36,6 +36,7 @@ from workloads import QUICK, WORKLOADS
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _CEILING_BYTES = 2 << 30
 _CHECKED_BYTES = 80  # of each parameter, as two ways to update it and the reference are compared
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
 _NOT_RUN = "DeepSpeed's and apex's kernels are not run: torch's own are the peers here."
 
 
@@ -168,7 +169,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     progress = tqdm([(case, mode) for mode in modes for case in chosen], unit="case", disable=None)
     failed = False
     # What has been measured is kept, whatever becomes of the rest.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for ending in _ENDINGS:
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     try:
         for case, replay in progress:
             progress.set_postfix_str(case.name)
@@ -179,10 +181,12 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
             except Exception as error:
                 failed = True
                 refused.append(f"FAILED: {case.name}: {type(error).__name__}: {error}")
-    except SystemExit:
+    except SystemExit as ended:
         failed = True
-        refused.append(f"FAILED: ended by SIGTERM in {case.name}; what follows it was not run")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # no longer: what is there is written next
+        by = signal.Signals(int(ended.code or 0) - 128).name
+        refused.append(f"FAILED: ended by {by} in {case.name}; what follows it was not run")
+    for ending in _ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)  # no longer: what is there is written next
     print(table(results), shares(results), *refused, sep="\n\n")
     print(f"{effort.rounds} rounds after {effort.warmups} warm-ups. {_NOT_RUN}")
     if arguments.quick:

@@ -249,7 +249,7 @@ def test_a_copy_is_the_drivers_or_a_kernels(
     assert profile.events()[0].name == op
 
 
-@pytest.mark.parametrize("ends_by", [AssertionError("differs"), signal.SIGTERM])
+@pytest.mark.parametrize("ends_by", [AssertionError("differs"), signal.SIGTERM, signal.SIGINT])
 def test_a_case_that_fails_does_not_lose_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: object
 ) -> None:
@@ -266,18 +266,21 @@ def test_a_case_that_fails_does_not_lose_the_others(
     cases = [Case("bad", 64, fail), good]
     monkeypatch.setattr(bench_ops, "cases", lambda *_: cases)
     monkeypatch.setattr(bench_ops, "ceiling", lambda *_: bench_ops.run(good, *_))
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {ending: signal.getsignal(ending) for ending in (signal.SIGTERM, signal.SIGINT)}
     path = tmp_path / "ops.json"
     try:
         with pytest.raises(SystemExit) as ended:
             bench_ops.main(["--quick", "--json", str(path)])
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for ending, handler in handlers.items():
+            signal.signal(ending, handler)
     assert ended.value.code == 1
     report = json.loads(path.read_text())
     going_on = isinstance(ends_by, Exception)
     assert [result["case"] for result in report["results"]] == ["good"] * (1 + going_on)
-    said = "FAILED: bad: AssertionError: differs" if going_on else "FAILED: ended by SIGTERM in bad"
+    said = "FAILED: bad: AssertionError: differs"
+    if isinstance(ends_by, signal.Signals):
+        said = f"FAILED: ended by {ends_by.name} in bad"
     assert report["not_run"][-1].startswith(said)
 
 
