@@ -76,7 +76,10 @@ ZSHARD_HD Bf16 from_float<Bf16>(float x) {
     const uint32_t bits = bit_cast<uint32_t>(x);
     const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
     const uint32_t quiet = bits | 0x400000u;
-    return Bf16{static_cast<uint16_t>((x != x ? quiet : rounded) >> 16)};
+    // With a name of its own: g++ would narrow both, their condition too, and choose then, which is
+    // a fifth more instructions (AVX2).
+    const uint32_t chosen = x != x ? quiet : rounded;
+    return Bf16{static_cast<uint16_t>(chosen >> 16)};
 #endif
 }
 
