@@ -23,7 +23,11 @@ from zshard.step.agreement import Agreement
 from zshard.step.executor import Executor
 from zshard.wrapping.sharding import Sharder
 
-ERRORS = {"Ctrl-C": KeyboardInterrupt, "a handler's": TimeoutError}
+ERRORS = {
+    "Ctrl-C": KeyboardInterrupt,
+    "a handler's": TimeoutError,
+    "a lack of memory": torch.OutOfMemoryError,
+}
 
 
 def raising(owner: Any, name: str, at: int, kind: type[BaseException]) -> pytest.MonkeyPatch:

@@ -11,10 +11,6 @@ from .errors import Error
 if TYPE_CHECKING:
     from .comm import Comm
 
-# What no rank has to give up for. The other ranks raise our errors as well, or are told of them; of
-# torch's own (out of memory, say) they raise the same, or learn in the next meeting.
-TOLD = (Error, RuntimeError, MemoryError)
-
 Method = TypeVar("Method", bound=Callable[..., object])
 
 
@@ -45,7 +41,7 @@ def awaited(what: str) -> Callable[[Method], Method]:
         def attended(self: Any, *args: object, **kwargs: object) -> object:
             try:  # costs a step less time than a context
                 return method(self, *args, **kwargs)
-            except TOLD:
+            except Error:  # which the other ranks raise as well, or are told of
                 raise
             except BaseException as error:
                 self._comm.give_up(type(error), what)

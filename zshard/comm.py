@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .awaited import TOLD, Awaited
+from .awaited import Awaited
 from .errors import Error
 from .streams import Lane
 from .tag import Tag
@@ -307,7 +307,7 @@ class Comm:
             raise
 
     def awaited(
-        self, what: str, unit: str = "", *, but: tuple[type[Exception], ...] = TOLD
+        self, what: str, unit: str = "", *, but: tuple[type[Exception], ...] = (Error,)
     ) -> Awaited:
         """A context for what the other ranks wait for: an exception in it is to give up.
 
