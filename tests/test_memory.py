@@ -180,6 +180,28 @@ def test_what_takes_the_place_of_a_slot_grows_without_both_being_there() -> None
     assert pool.ledger.peak["full_buffers"] == 250
 
 
+def test_a_buffer_that_there_is_no_memory_for_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(
+        1, torch.device("cpu"), lambda n, dtype: torch.empty(n, dtype=dtype), lambda _: None
+    )
+    pool.reserve([100, 200])
+    pool.discard(50)
+
+    def no_room(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", no_room)
+        for make in (pool.own_slot, lambda: pool.free_slot(grow=True), lambda: pool.discard(300)):
+            with pytest.raises(torch.OutOfMemoryError):
+                make()
+    assert pool.ledger.now["full_buffers"] == pool.slot_bytes == 0
+    pool.own_slot()
+    assert pool.ledger.now["full_buffers"] == pool.slot_bytes == 100
+
+
 def test_a_reduce_buffer_that_grows_takes_the_place_of_the_smaller_one() -> None:
     pool = Pool(
         1, torch.device("cpu"), lambda n, dtype: torch.empty(n, dtype=dtype), lambda _: None

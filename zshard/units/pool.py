@@ -116,14 +116,14 @@ class Pool:
     def discard(self, nbytes: int) -> torch.Tensor:
         """Memory for a gather that only other ranks need, (nbytes,) uint8; made for the first."""
         if self._discard is None or self._discard.numel() < nbytes:
-            self.allocations += 1
             size = max(nbytes, self._slot_bytes)
             if self._discard is not None:
                 self.ledger.add("full_buffers", -self._discard.numel())
                 self._discard = None  # the two need not be there at once
-            self.ledger.add("full_buffers", size)
             with torch.inference_mode(False):  # it outlives a first use there
                 self._discard = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self.allocations += 1
+            self.ledger.add("full_buffers", size)
         return self._discard[:nbytes]
 
     def reserve_scratch(self, nbytes: dict[Scratch, int]) -> None:
@@ -176,6 +176,7 @@ class Pool:
             self._give_back(self._scratch.popitem()[1])
 
     def _new_slot(self, nbytes: int) -> Slot:
+        slot = Slot(nbytes, self._device)  # may lack memory
         self.allocations += 1
         self.ledger.add("full_buffers", nbytes)
-        return Slot(nbytes, self._device)
+        return slot
