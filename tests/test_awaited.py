@@ -21,6 +21,7 @@ from zshard.comm import Comm
 from zshard.optimizers.buckets import Bucket
 from zshard.step.agreement import Agreement
 from zshard.step.executor import Executor
+from zshard.wrap import schedule_of
 from zshard.wrapping.sharding import Sharder
 
 ERRORS = {
@@ -66,6 +67,23 @@ def read_whole(model: nn.Module) -> None:
         pass
 
 
+def follow(model: nn.Module) -> None:
+    comm = "peer" if schedule_of(model).comm.shards.in_memory else "group"
+    other = zshard.wrap(Blocks(), units="model", comm=comm, init="broadcast")
+    with torch.no_grad():  # of parameters that are cut in different places
+        model.blocks[0].down.weight.lerp_(other.blocks[0].down.weight, 0.5)
+
+
+def clip_by_another_norm(model: nn.Module) -> None:
+    zshard.clip_grad_norm_(model, 1.0, norm_type=3.0)
+
+
+def unscale_a_part(model: nn.Module) -> None:
+    scaler = zshard.GradScaler("cpu")
+    scaler.scale(models.loss_of(model, batch(0, 0))).backward()
+    scaler.unscale_(torch.optim.SGD([model.inlet.bias]))
+
+
 # What rank 0 is in the middle of: strategy, steps before, action, and where it is raised.
 Action = Callable[[nn.Module], object]
 READS: dict[str, Action] = {
@@ -75,6 +93,9 @@ READS: dict[str, Action] = {
 }
 PLACES: dict[str, tuple[str, int, Action | None, Any, str, int]] = {
     **{name: ("zero3", 2, read, Comm, "all_gather", -1) for name, read in READS.items()},
+    "an average": ("zero3", 0, follow, Comm, "all_gather", -1),
+    "a norm": ("zero3", 0, clip_by_another_norm, Comm, "all_reduce", -1),
+    "unscale_": ("zero3", 0, unscale_a_part, Comm, "all_reduce", -2),
     "a turn of a gather": ("zero3", 2, None, Executor, "gather", -2),
     "a turn of a reduction": ("zero3", 2, None, Executor, "reduce", -1),
     "a meeting for a gather": ("zero3", 0, None, Agreement, "serve", -2),

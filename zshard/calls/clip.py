@@ -188,12 +188,14 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
         stacked = torch.stack(powers).double()
         total[0] = stacked.max() if math.isinf(p) else stacked.sum()
     if schedule.comm.size > 1:
-        schedule.begin_call(f"the {p}-norm of gradients")
-        tag = Tag(schedule.executor.step, "reduce", "root", "norm")
-        over, nan = schedule.comm.shards, total.isnan()
-        if math.isinf(p):  # of which a backend's maximum may keep a NaN or not
-            total = torch.cat([total.masked_fill(nan, 0.0), nan.double()])
-        schedule.comm.all_reduce(total, tag, over, maximum=math.isinf(p)).wait()
+        call = f"the {p}-norm of gradients"
+        with schedule.comm.awaited(call):
+            schedule.begin_call(call)
+            tag = Tag(schedule.executor.step, "reduce", "root", "norm")
+            over, nan = schedule.comm.shards, total.isnan()
+            if math.isinf(p):  # of which a backend's maximum may keep a NaN or not
+                total = torch.cat([total.masked_fill(nan, 0.0), nan.double()])
+            schedule.comm.all_reduce(total, tag, over, maximum=math.isinf(p)).wait()
         if math.isinf(p):
             total = total[:1].masked_fill(total[1:] > 0, math.nan)
     return (total if math.isinf(p) else total.pow(1.0 / p))[0]

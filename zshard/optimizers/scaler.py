@@ -131,10 +131,12 @@ class GradScaler(torch.amp.GradScaler):
                     schedule.reducer.scale_by(factor, unscales=True)
             found = torch.maximum(found.to(schedule.device), verdict)
             if plain or known is None:
-                schedule.begin_call("a look for gradients that are not finite")
+                call = "a look for gradients that are not finite"
                 tag = Tag(schedule.executor.step, "reduce", "root", "non-finite")
-                for over in schedule.comm.axes:
-                    schedule.comm.all_reduce(found, tag, over, maximum=True).wait()
+                with schedule.comm.awaited(call):
+                    schedule.begin_call(call)
+                    for over in schedule.comm.axes:
+                        schedule.comm.all_reduce(found, tag, over, maximum=True).wait()
         return {found.device: found}
 
 

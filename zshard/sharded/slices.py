@@ -59,12 +59,14 @@ def _whole(other: Sharded, like: Sharded, both: str) -> torch.Tensor:
             f"{both}: they are sharded over different ranks. Work on whole parameters inside "
             "zshard.full_params(model)."
         )
-    schedule.begin_call(f"{both} (cut into different shards)")
-    shards = map(flat.layout.shard, range(comm.size))
-    sizes = [flat.layout.local(other.segment, shard).elements.numel for shard in shards]
-    row = mine.new_zeros(max(sizes))
-    row[: mine.numel()] = mine
-    rows = row.new_empty(comm.size * row.numel())
-    tag = Tag(schedule.executor.step, "gather", flat.unit.label, other.fqn)
-    comm.all_gather(rows.view(torch.uint8), row.view(torch.uint8), tag).wait()
-    return torch.cat([r[:n] for r, n in zip(rows.view(comm.size, -1), sizes, strict=True)])
+    call = f"{both} (cut into different shards)"
+    with comm.awaited(call):
+        schedule.begin_call(call)
+        shards = map(flat.layout.shard, range(comm.size))
+        sizes = [flat.layout.local(other.segment, shard).elements.numel for shard in shards]
+        row = mine.new_zeros(max(sizes))
+        row[: mine.numel()] = mine
+        rows = row.new_empty(comm.size, row.numel())
+        tag = Tag(schedule.executor.step, "gather", flat.unit.label, other.fqn)
+        comm.all_gather(rows.view(-1).view(torch.uint8), row.view(torch.uint8), tag).wait()
+    return torch.cat([r[:n] for r, n in zip(rows, sizes, strict=True)])
