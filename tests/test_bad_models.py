@@ -61,6 +61,16 @@ def test_a_parameter_whose_name_leads_to_no_module_is_refused_by_name() -> None:
         zshard.wrap(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*jit.script.*deprecated:DeprecationWarning")
+def test_a_module_of_torchscript_inside_a_model_is_refused_and_may_be_ignored() -> None:
+    scripted = torch.jit.script(nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), scripted)
+    with pytest.raises(zshard.WrapError, match=r"1\.weight cannot .* TorchScript.*in ignored="):
+        zshard.wrap(model)
+    goes_on(zshard.wrap(model, ignored=["1"]))
+    assert scripted.weight.grad is not None
+
+
 def on_two_devices(rank: int, world_size: int) -> None:
     _setup_privateuseone_for_python_backend("other")  # of this process, for good
     model = Blocks()

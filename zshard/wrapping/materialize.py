@@ -81,15 +81,8 @@ def swap_contents(
     try:
         torch.utils.swap_tensors(tensor, contents)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        kept = [attribute for module in holders for attribute in _with_graph(module)]
-        holder = (
-            f"the graph of its module's attribute {kept[0]!r}. Detach that; a forward makes it "
-            "anew. (torch.nn.utils.parametrizations.weight_norm keeps none.)"
-            if kept
-            else "an autograd graph of an earlier forward (drop its outputs), or a weak reference."
-        )
         raise WrapError(
-            f"{name} cannot be replaced: {error}. Something else holds it: {holder}"
+            f"{name} cannot be replaced: {error}. Something else holds it: {_who_holds(holders)}"
         ) from error
     finally:
         for module in recurrent:
@@ -98,13 +91,18 @@ def swap_contents(
             ]
 
 
-def _with_graph(module: nn.Module) -> list[str]:
-    """Plain tensors among the attributes of ``module`` that were computed from parameters."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
-    ]
+def _who_holds(holders: Iterable[nn.Module]) -> str:
+    """What is likely to refer to a parameter of ``holders``, and what to do."""
+    for module in holders:
+        if isinstance(module, torch.jit.ScriptModule):
+            return "TorchScript. Put the plain module in its place, or name it in ignored=."
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                return (
+                    f"the graph of its module's attribute {name!r}. Detach that; a forward makes "
+                    "it anew. (torch.nn.utils.parametrizations.weight_norm keeps none.)"
+                )
+    return "an autograd graph of an earlier forward (drop its outputs), or a weak reference."
 
 
 def allocate_outside(model: nn.Module, specs: Sequence[UnitSpec], device: torch.device) -> str:
