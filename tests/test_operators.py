@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import zshard
 from zshard.sharded.operators import operator
@@ -148,3 +149,22 @@ def test_what_lies_beside_the_lists_is_not_taken_apart() -> None:
         with pytest.raises(zshard.ShardedAccessError, match="_foreach_mul mixes"):
             torch._foreach_mul(plain, layer.scale.detach())
     assert torch.equal(buffer, torch.ones(5))
+
+
+class Outside(models.Blocks):
+    """Calls a layer of a block, while that block's unit is sharded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1].up(self.inlet(x))
+
+
+def test_a_cast_of_autocasts_outside_the_unit_is_told_where_the_parameter_is_used() -> None:
+    model = zshard.wrap(Outside())
+    match = (
+        r"blocks\.1\.up\..*outside the module of its unit 'blocks\.1': make 'blocks\.1\.up' a unit"
+    )
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(zshard.ShardedAccessError, match=match),
+    ):
+        model(torch.ones(2, 3))

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ShardedAccessError, StateError
 from ..param import Sharded, ShardedGrad
+from ..training_state import modules_called
 from ..units.storage import storage_of
 from .operators import Operator, operator
 from .refusals import refuse_plain, refuse_split, refuse_to_divide, refuse_whole_tensor_op
@@ -82,6 +83,8 @@ def _stays(param: Sharded, asked: Mapping[str, object]) -> bool:
 
 def _check_elementwise(func: Any, op: Operator, first: Sharded) -> None:
     if func is _TO_COPY and first._is_param:
+        if next(modules_called(), None) is not None:  # autocast, say, of one that is not gathered
+            refuse_whole_tensor_op(op.name, first)
         raise StateError(
             f"{first.fqn}: dtype and device cannot change after zshard.wrap. Convert the "
             "model before it, or pass device= and precision=zshard.Precision(...) to it."
