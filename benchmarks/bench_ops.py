@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     failed = False
     # What has been measured is kept, whatever becomes of the rest.
     for ending in _ENDINGS:
-        signal.signal(ending, lambda number, _: sys.exit(128 + number))
+        signal.signal(ending, lambda number, _: sys.exit(signal.Signals(number).name))
     try:
         for case, replay in progress:
             progress.set_postfix_str(case.name)
@@ -183,8 +183,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
                 refused.append(f"FAILED: {case.name}: {type(error).__name__}: {error}")
     except SystemExit as ended:
         failed = True
-        by = signal.Signals(int(ended.code or 0) - 128).name
-        refused.append(f"FAILED: ended by {by} in {case.name}; what follows it was not run")
+        refused.append(f"FAILED: ended by {ended} in {case.name}; what follows it was not run")
     for ending in _ENDINGS:
         signal.signal(ending, signal.SIG_IGN)  # no longer: what is there is written next
     print(table(results), shares(results), *refused, sep="\n\n")
