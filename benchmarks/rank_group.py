@@ -27,6 +27,7 @@ from zshard.training.job import PR_SET_PDEATHSIG
 
 _DEADLINE = timedelta(minutes=5)  # of one collective
 _KEPT, _REFUSED = "kept.json", "refused.txt"
+_FAILED = (mp.ProcessRaisedException, mp.ProcessExitedException)  # a rank has
 _FOLDER: list[Path] = []  # of a rank: where its reports go
 
 RankMain = Callable[..., dict[str, object]]
@@ -43,8 +44,8 @@ def run_ranks(
 ) -> dict[str, object]:
     """Call ``main`` on every rank of a process group; return what rank 0 returned.
 
-    Ended by SIGTERM, or where a rank fails, it returns what rank 0 has given ``keep`` last, if it
-    has, with "because": why that is not all.
+    Ended by SIGTERM or Ctrl-C, or where a rank fails, it returns what rank 0 has given ``keep``
+    last, if it has, with "because": why that is not all.
 
     Raises:
         InputError: if a rank has raised it.
@@ -72,14 +73,14 @@ def run_ranks(
         try:
             while not context.join():
                 pass
-        except (SystemExit, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        except (SystemExit, KeyboardInterrupt, *_FAILED) as error:
             _end(context)
             if not (kept := Path(folder, _KEPT)).exists():
                 if (refused := Path(folder, _REFUSED)).exists():
                     raise InputError(refused.read_text()) from None
                 raise
-            because = "by SIGTERM"
-            if not isinstance(error, SystemExit):
+            because = "by SIGTERM" if isinstance(error, SystemExit) else "by SIGINT"
+            if isinstance(error, _FAILED):
                 print(error, file=sys.stderr)
                 because = f"by an error: {str(error).rstrip().splitlines()[-1]}"
             return {**cast("dict[str, object]", json.loads(kept.read_text())), "because": because}

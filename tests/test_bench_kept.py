@@ -19,6 +19,7 @@ DEADLINE = 240  # seconds, most of them the start of Python
     ("ends", "because"),
     [
         ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", "by SIGTERM"),
+        ("os.killpg(os.getpgid(0), signal.SIGINT); time.sleep(600)", "by SIGINT"),
         ("raise MemoryError('none')", "by an error: MemoryError: none"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "by an error: process "),
     ],
@@ -38,11 +39,14 @@ def test_what_ranks_have_kept_outlives_a_benchmark_that_is_ended(
         f"        {ends}\n"
         "    time.sleep(600)\n"
         "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored under nohup\n"
         "    print(rank_group.run_ranks(main, (), ranks=2, backend='gloo', device=cpu))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
     line = [sys.executable, str(program)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(  # a session of its own, whose processes Ctrl-C goes to
+        line, capture_output=True, text=True, timeout=DEADLINE, start_new_session=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{{'step': 1, 'because': '{because}")
 
