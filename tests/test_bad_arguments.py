@@ -151,6 +151,7 @@ def test_a_parameter_used_outside_its_units_forward_is_refused_by_name(
         assert f": make {user} a unit" in message
         assert "module(...), not module.forward(...)" in message
         assert "other methods work where it is no unit" in message
+        assert "values, as a hook, can do so between steps, with zshard.full_param" in message
         assert runs_as_one_unit
 
 

@@ -123,7 +123,8 @@ def _remedy(param: Sharded) -> str:
     if param.flat.schedule.executor.state is not TrainingState.IDLE:
         return (
             f"It {unit}. Or else {label!r} was called past its forward: module(...), not "
-            "module.forward(...), gathers. Its other methods work where it is no unit (units=)."
+            "module.forward(...), gathers. Its other methods work where it is no unit (units=). "
+            "What only looks at values, as a hook, can do so between steps, with zshard.full_param."
         )
     return (
         "Read it with zshard.full_param(model, name), a gradient with zshard.full_grad, or work on "
