@@ -70,36 +70,31 @@ def clip_grad_norm_(
     schedule, params = _resolve(model_or_params)
     wide = any(param.dtype == torch.float64 for param in params)
     dtype = torch.float64 if wide else torch.float32
-    max_norm, shown = _largest(max_norm, dtype)
+    limit = _limit(max_norm, dtype)
     norm_type = _positive(norm_type)
     schedule.backward.require_gradients()
-    reducer = schedule.reducer
-    everything = reducer.covers(params)
+    everything = schedule.reducer.covers(params)
     if everything:
         for flat in schedule.flats:
             flat.grads.refuse_held_back()
-    known = reducer.squares() if everything and norm_type == 2.0 else None
+    known = schedule.reducer.squares() if everything and norm_type == 2.0 else None
     if known is None:
         norm = _norm(schedule, params, norm_type).to(dtype)
+        factor = _factor(norm, limit)
     else:
-        squares, scale = known
-        norm, factor = (torch.empty(1, dtype=dtype, device=squares.device) for _ in range(2))
-        limit = math.inf if shown is None else shown  # one that is elsewhere comes below
-        ops.clip_factor_(factor, norm, squares, limit, None if scale is None else scale.to(dtype))
-        norm.squeeze_()
-    if known is None or shown is None:
-        factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+        norm, factor = _known_norm_and_factor(*known, limit, dtype)
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise StateError(
             f"the {norm_type}-norm of the gradients is non-finite ({float(norm)}), so they cannot "
             "be clipped. Skip the step, or pass error_if_nonfinite=False."
         )
+    shown = None if isinstance(limit, torch.Tensor) else limit
     if shown != math.inf:
         given = (shown, norm_type, "all" if everything else _which(params))
         what = "max_norm, norm_type and the parameters clipped"
         schedule.updates.note(what, given, of_gradients=True)
     if everything:
-        reducer.scale_by(factor)
+        schedule.reducer.scale_by(factor)
     else:
         for param in params:
             if (grad := param.grad) is not None:
@@ -107,12 +102,35 @@ def clip_grad_norm_(
     return norm
 
 
-def _largest(max_norm: object, dtype: torch.dtype) -> tuple[float | torch.Tensor, float | None]:
-    """``max_norm`` to compute with, and to show; None for one that the host would wait for."""
+def _known_norm_and_factor(
+    squares: torch.Tensor,
+    scale: torch.Tensor | None,
+    limit: float | torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 2-norm, 0-d, and what clips to ``limit``, (1,) or 0-d, both of ``dtype``; in one launch.
+
+    Args:
+        squares, scale: see ``Reducer.squares``.
+    """
+    norm = torch.empty(1, dtype=dtype, device=squares.device)
+    factor = torch.empty_like(norm)
+    number = math.inf if isinstance(limit, torch.Tensor) else limit  # the op takes no other
+    ops.clip_factor_(factor, norm, squares, number, None if scale is None else scale.to(dtype))
+    norm.squeeze_()
+    return norm, _factor(norm, limit) if isinstance(limit, torch.Tensor) else factor
+
+
+def _factor(norm: torch.Tensor, limit: float | torch.Tensor) -> torch.Tensor:
+    return (limit / (norm + _EPSILON)).clamp(max=1.0)
+
+
+def _limit(max_norm: object, dtype: torch.dtype) -> float | torch.Tensor:
+    """``max_norm`` as a number; 0-d, of ``dtype``, where the host would have to wait for it."""
     if isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1:
         max_norm = max_norm.detach().reshape(())
         if not max_norm.is_cpu:
-            return max_norm.to(dtype), None
+            return max_norm.to(dtype)
     elif isinstance(max_norm, torch.Tensor) or not isinstance(max_norm, SupportsFloat):
         raise InputError(f"max_norm={max_norm!r}: expected a number")
     try:
@@ -121,7 +139,7 @@ def _largest(max_norm: object, dtype: torch.dtype) -> tuple[float | torch.Tensor
         value = math.nan
     if not value >= 0.0:
         raise InputError(f"max_norm={max_norm}: expected a number that is not negative")
-    return value, value
+    return value
 
 
 def _positive(norm_type: object) -> float:
