@@ -262,6 +262,9 @@ def test_what_a_checkpoint_cannot_hold_of_an_optimizers_state_is_refused(tmp_pat
     optimizer.state["buffer"] = torch.zeros(3)  # type: ignore[index]
     with pytest.raises(zshard.OptimizerError, match=r"'buffer', which belongs to no.*\(3,\)"):
         zshard.save(tmp_path / "a", model, optimizer)
+    optimizer.state["buffer"] = torch.zeros((), dtype=torch.complex128)  # type: ignore[index]
+    with pytest.raises(zshard.InputError, match=r"'buffer' is of torch\.complex128"):
+        zshard.save(tmp_path / "a", model, optimizer)
     del optimizer.state["buffer"]  # type: ignore[arg-type]
     train(model, optimizer, 0, range(1))
     for place, words in (

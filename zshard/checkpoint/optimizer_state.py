@@ -81,55 +81,87 @@ def optimizer_inventory(
         for _, param, _ in params:
             if isinstance(param, Sharded):
                 check_states(param, optimizer.state.get(param, {}))
-    groups: list[dict[str, Json]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        options = {
-            key: value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
-            for key, value in group.items()
-        }
-        options["params"] = [names[id(param)] for param in group["params"]]
-        groups.append(cast("dict[str, Json]", as_json(options, f"param_groups[{number}]")))
+    groups = [
+        _options_of(group, f"param_groups[{number}]", names)
+        for number, group in enumerate(optimizer.param_groups)
+    ]
     unused = _never_used(optimizer)
-    state: dict[str, dict[str, dict[str, Json]]] = {}
-    tensors: dict[str, Held] = {}
-    scalars: list[tuple[dict[str, Json], torch.Tensor]] = []
+    taken = _Taken(first)
+    for name, param, _ in params:
+        values = optimizer.state.get(param, {})
+        left_out = names_of_rule(optimizer, values) if id(param) in unused else set()
+        taken.add(name, param, {k: v for k, v in values.items() if k not in left_out})
+    if common := common_state(optimizer):
+        taken.add(COMMON, None, common)
+    taken.read_scalars()
+    record = OptimizerRecord(type(optimizer).__name__, groups, taken.state)
+    return OptimizerInventory(record, taken.tensors)
 
-    def note(name: str, key: object, value: object, param: torch.Tensor | None) -> None:
+
+def _options_of(group: Mapping[str, Any], what: str, names: Mapping[int, str]) -> dict[str, Json]:
+    """A group of parameters, with these by their names."""
+    options = {
+        key: value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+        for key, value in group.items()
+    }
+    options["params"] = [names[id(param)] for param in group["params"]]
+    return cast("dict[str, Json]", as_json(options, what))
+
+
+class _Taken:
+    """States that were taken stock of.
+
+    Attributes:
+        state: see ``OptimizerRecord``; 0-d tensors lack their values until ``read_scalars``.
+        tensors: by the keys that ``state`` has for them.
+    """
+
+    def __init__(self, first: bool) -> None:
+        self.state: dict[str, dict[str, dict[str, Json]]] = {}
+        self.tensors: dict[str, Held] = {}
+        self._first = first
+        self._scalars: list[tuple[dict[str, Json], torch.Tensor]] = []
+
+    def add(self, name: str, param: torch.Tensor | None, values: Mapping[Any, object]) -> None:
+        """Take ``values``, those of ``param``, or of all parameters where that is None."""
+        entries = self.state.setdefault(name, {})
         of = "" if param is None else f" of {name}"
-        if type(key) is not str:
-            raise InputError(
-                f"the optimizer's state{of} has the key {key!r}; JSON has text for keys"
-            )
-        entry = state[name][as_text(key, f"a key of the optimizer's state{of}")] = {}
-        what = f"the optimizer's state {key!r}{of}"
+        for key, value in values.items():
+            if type(key) is not str:
+                raise InputError(
+                    f"the optimizer's state{of} has the key {key!r}; JSON has text for keys"
+                )
+            text = as_text(key, f"a key of the optimizer's state{of}")
+            what = f"the optimizer's state {key!r}{of}"
+            entries[text] = self._entry(name, param, key, value, what)
+
+    def _entry(
+        self, name: str, param: torch.Tensor | None, key: str, value: object, what: str
+    ) -> dict[str, Json]:
         if not isinstance(value, torch.Tensor):
-            entry["value"] = as_json(value, what)
-        elif is_scalar(value) and value.dtype not in CODES:
-            raise InputError(f"{what} is of {value.dtype}, which checkpoints do not have")
-        elif is_scalar(value):
-            scalars.append((entry, value))
-        elif param is not None:
-            tensors[f"{name}.{key}"] = held_state(param, name, key, value, first=first)
-            entry["tensor"] = f"{name}.{key}"
-        else:
+            return {"value": as_json(value, what)}
+        if is_scalar(value):
+            if value.dtype not in CODES:
+                raise InputError(f"{what} is of {value.dtype}, which checkpoints do not have")
+            entry: dict[str, Json] = {}
+            self._scalars.append((entry, value))
+            return entry
+        if param is None:
             raise OptimizerError(
                 f"{what}, which belongs to no parameter, is a tensor of shape "
                 f"{tuple(value.shape)}, not one value; it cannot be saved"
             )
+        self.tensors[f"{name}.{key}"] = held_state(param, name, key, value, first=self._first)
+        return {"tensor": f"{name}.{key}"}
 
-    for name, param, _ in params:
-        state.setdefault(name, {})
-        values = optimizer.state.get(param, {})
-        left_out = names_of_rule(optimizer, values) if id(param) in unused else set()
-        for key, value in values.items():
-            if key not in left_out:
-                note(name, key, value, param)
-    if common := common_state(optimizer):
-        state[COMMON] = {}
-        for key, value in common.items():
-            note(COMMON, key, value, None)
-    _read_scalars(scalars)
-    return OptimizerInventory(OptimizerRecord(type(optimizer).__name__, groups, state), tensors)
+    def read_scalars(self) -> None:
+        """Fill in the values of 0-d tensors, with one read-back for each dtype and device."""
+        numbers = _read_back([value for _, value in self._scalars])
+        for (entry, value), number in zip(self._scalars, numbers, strict=True):
+            in_json = isinstance(number, int | float) and math.isfinite(number)
+            entry["value"] = number if in_json else str(number)
+            entry["dtype"] = str(value.dtype).removeprefix("torch.")
+            entry["on"] = "host" if value.device.type == "cpu" else "device"
 
 
 def common_state(optimizer: Optimizer) -> dict[Any, Any]:
@@ -204,16 +236,6 @@ def held_state(
         f"{tuple(value.shape)}, not one element for each of the parameter's; it cannot be saved. "
         "Save without the optimizer, or keep the state as a 0-d tensor or a number"
     )
-
-
-def _read_scalars(scalars: Sequence[tuple[dict[str, Json], torch.Tensor]]) -> None:
-    """Fill in the values of 0-d tensors."""
-    numbers = _read_back([value for _, value in scalars])
-    for (entry, value), number in zip(scalars, numbers, strict=True):
-        in_json = isinstance(number, int) or (isinstance(number, float) and math.isfinite(number))
-        entry["value"] = number if in_json else str(number)
-        entry["dtype"] = str(value.dtype).removeprefix("torch.")
-        entry["on"] = "host" if value.device.type == "cpu" else "device"
 
 
 def _read_back(scalars: Sequence[torch.Tensor]) -> list[float]:
