@@ -178,16 +178,16 @@ struct Call {
     std::vector<uint8_t> active;
     float scale = 0.7f, skip = one_in(10) ? 1.0f : 0.0f;
 
-    // `units`: shards; the first has a segment. Twelve rounds have all that a step is compiled for.
-    Call(int64_t units, int64_t round) {
+    // The first of the shards has a segment. Twelve rounds have all that a step is compiled for.
+    Call(int64_t shards, int64_t round) {
         const int64_t kind = round / 3 % 4;
         args[0].grad_dtype = dtype_of(round);
         args[0].split = kind == 0;
         args[0].has_send = kind >= 2;
         args[0].send_dtype = kind == 2 ? Dtype::kBfloat16 : Dtype::kFloat16;
         args[1] = args[0];
-        for (int64_t unit = 0; unit < units; ++unit)
-            add_shard(unit, units > 100 ? draw(0, 20) : draw_numel() + (unit == 0));
+        for (int64_t shard = 0; shard < shards; ++shard)
+            add_shard(shard, shards > 100 ? draw(0, 20) : draw_numel() + (shard == 0));
         segments.shrink_to_fit();
         hypers.shrink_to_fit();
         active.shrink_to_fit();
@@ -205,29 +205,29 @@ struct Call {
                                .skip = &skip};
     }
 
-    void add_shard(int64_t unit, int64_t numel) {
+    void add_shard(int64_t shard, int64_t numel) {
         const OptimArgs<Rule>& how = args[0];
         const auto master = memory.numbers(numel, how.split ? Dtype::kBfloat16 : Dtype::kFloat32);
         const auto low = memory.bits<int16_t>(how.split ? numel : 0);
         const auto grad = memory.numbers(numel, how.grad_dtype);
         const auto send = memory.bits<Bf16>(how.has_send ? numel : 0);
-        OptimShard<Rule> shards[2];
+        OptimShard<Rule> sides[2];
         for (const int side : {0, 1})
-            shards[side] = {.master = master[side],
-                            .low = how.split ? low[side] : nullptr,
-                            .states = {},
-                            .grad = grad[side],
-                            .send = how.has_send ? send[side] : nullptr,
-                            .numel = numel};
+            sides[side] = {.master = master[side],
+                           .low = how.split ? low[side] : nullptr,
+                           .states = {},
+                           .grad = grad[side],
+                           .send = how.has_send ? send[side] : nullptr,
+                           .numel = numel};
         for (int s = 0; s < Rule::kStates; ++s) {
             const auto state = memory.numbers(numel, Dtype::kFloat32, 0.0f);
-            for (const int side : {0, 1}) shards[side].states[s] = static_cast<float*>(state[side]);
+            for (const int side : {0, 1}) sides[side].states[s] = static_cast<float*>(state[side]);
         }
-        for (const int side : {0, 1}) args[side].shards.push_back(shards[side]);
+        for (const int side : {0, 1}) args[side].shards.push_back(sides[side]);
         const int64_t longest = one_in(4) ? 12 : 9000;
-        for (int64_t begin = unit == 0 ? 0 : draw(0, numel); begin < numel;) {
+        for (int64_t begin = shard == 0 ? 0 : draw(0, numel); begin < numel;) {
             const int64_t end = std::min(numel, begin + draw(0, longest));
-            segments.push_back({unit, begin, end});
+            segments.push_back({shard, begin, end});
             hypers.push_back(draw_hyper(Rule{}));
             active.push_back(!one_in(5));
             begin = end + draw(0, longest / 10);
@@ -237,11 +237,11 @@ struct Call {
 
 template <typename Rule>
 void check_optim(const char* op, void (*on_cpu)(const OptimArgs<Rule>&),
-                 void (*on_device)(const OptimArgs<Rule>&), int64_t units, int64_t round) {
-    const Call<Rule> call(units, round);
+                 void (*on_device)(const OptimArgs<Rule>&), int64_t shards, int64_t round) {
+    const Call<Rule> call(shards, round);
     call.memory.check_same(
         on_cpu, on_device, [&](int side) { return call.args[side]; },
-        where(op, "round", round, "shards", units, "segments", call.segments.size()));
+        where(op, "round", round, "shards", shards, "segments", call.segments.size()));
 }
 
 // A shard whose gradient is summed on the way. The segments of a Call's first shard ascend.

@@ -147,9 +147,9 @@ struct OptimShard {
     int64_t numel;
 };
 
-// A row of `segments`: elements [begin, end) of shard `unit`.
+// A row of `segments`: elements [begin, end) of shard number `shard`.
 struct Segment {
-    int64_t unit, begin, end;
+    int64_t shard, begin, end;
 };
 
 // What is known of each segment, and of the step: in memory of the shards' device.

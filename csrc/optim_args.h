@@ -21,19 +21,19 @@ struct StateList {
 template <typename Rule>
 void check_segments(const Checks& check, const OptimArgs<Rule>& args, bool ascending = false) {
     std::vector<Segment> rows(args.rows.segments, args.rows.segments + args.rows.num_segments);
-    const auto units = static_cast<int64_t>(args.shards.size());
+    const auto shards = static_cast<int64_t>(args.shards.size());
     const auto spell = [](const Segment& s) {
-        return text("[", s.unit, ", ", s.begin, ", ", s.end, "]");
+        return text("[", s.shard, ", ", s.begin, ", ", s.end, "]");
     };
     for (const Segment& s : rows) {
-        if (s.unit < 0 || s.unit >= units)
-            check.require(false, "segment ", spell(s), " names a shard outside [0, ", units, ")");
-        if (s.begin < 0 || s.begin > s.end || s.end > args.shards[s.unit].numel)
-            check.require(false, "segment ", spell(s), " is no range of shard ", s.unit,
-                          ", which has ", args.shards[s.unit].numel, " elements");
+        if (s.shard < 0 || s.shard >= shards)
+            check.require(false, "segment ", spell(s), " names a shard outside [0, ", shards, ")");
+        if (s.begin < 0 || s.begin > s.end || s.end > args.shards[s.shard].numel)
+            check.require(false, "segment ", spell(s), " is no range of shard ", s.shard,
+                          ", which has ", args.shards[s.shard].numel, " elements");
     }
     const auto before = [](const Segment& a, const Segment& b) {
-        return std::tie(a.unit, a.begin, a.end) < std::tie(b.unit, b.begin, b.end);
+        return std::tie(a.shard, a.begin, a.end) < std::tie(b.shard, b.begin, b.end);
     };
     const auto unordered = std::is_sorted_until(rows.begin(), rows.end(), before);
     if (ascending && unordered != rows.end())
@@ -41,7 +41,7 @@ void check_segments(const Checks& check, const OptimArgs<Rule>& args, bool ascen
                       ": give them in the order in which they lie in the shard");
     if (unordered != rows.end()) std::sort(rows.begin(), rows.end(), before);
     for (size_t g = 1; g < rows.size(); ++g)
-        if (rows[g].unit == rows[g - 1].unit && rows[g].begin < rows[g - 1].end)
+        if (rows[g].shard == rows[g - 1].shard && rows[g].begin < rows[g - 1].end)
             check.require(false, "segments ", spell(rows[g - 1]), " and ", spell(rows[g]),
                           " overlap");
 }
@@ -82,10 +82,10 @@ OptimArgs<Rule> optim_args(const Checks& check, const std::array<StateList, Rule
                            const Tensors& sends, const Tensor& segments, const Tensor& hypers,
                            const Tensor& steps, const MaybeTensor& active,
                            const MaybeTensor& grad_scale, const MaybeTensor& skip) {
-    const size_t units = masters.size();
+    const size_t shards = masters.size();
     const auto length = [&](const char* name, const Tensors& list, bool optional) {
-        check.require(list.size() == units || (optional && list.empty()), name, " has ",
-                      list.size(), " entries but masters has ", units, ": give one for each",
+        check.require(list.size() == shards || (optional && list.empty()), name, " has ",
+                      list.size(), " entries but masters has ", shards, ": give one for each",
                       optional ? ", or none" : "");
     };
     length("lows", lows, true);
@@ -102,17 +102,17 @@ OptimArgs<Rule> optim_args(const Checks& check, const std::array<StateList, Rule
                                     : send_dtype(check, split, sends[0], "lows and sends are",
                                                  "sends are", "sends=[]"),
         .rows = optim_rows<Rule>(check, segments, hypers, steps, active, grad_scale, skip)};
-    args.shards.reserve(units);
-    for (size_t u = 0; u < units; ++u) {
-        const int64_t numel = masters[u].numel();
+    args.shards.reserve(shards);
+    for (size_t i = 0; i < shards; ++i) {
+        const int64_t numel = masters[i].numel();
         const auto pointer = [&](const char* name, const Tensors& list,
                                  ScalarType wanted) -> void* {
             if (list.empty()) return nullptr;
-            const std::pair item{name, u};
-            check.flat(item, list[u]);
-            check.type(item, list[u], wanted);
-            check.numel(item, list[u], numel);
-            return list[u].data_ptr();
+            const std::pair item{name, i};
+            check.flat(item, list[i]);
+            check.type(item, list[i], wanted);
+            check.numel(item, list[i], numel);
+            return list[i].data_ptr();
         };
         OptimShard<Rule> shard{
             .master = pointer("masters", masters, split ? ScalarType::BFloat16 : ScalarType::Float),
@@ -126,7 +126,7 @@ OptimArgs<Rule> optim_args(const Checks& check, const std::array<StateList, Rule
                 static_cast<float*>(pointer(states[s].name, states[s].tensors, ScalarType::Float));
         args.shards.push_back(shard);
     }
-    if (units > 0) args.grad_dtype = check.dtype("grads[0]", grads[0]);
+    if (shards > 0) args.grad_dtype = check.dtype("grads[0]", grads[0]);
     check.require(args.grad_dtype != Dtype::kFloat64,
                   "grads are float64, but the step runs in float32: cast them");
     if (segments.is_cpu()) check_segments(check, args);

@@ -232,25 +232,25 @@ def _optim_step(
     """Update each active segment's elements and count its step."""
     if skip is not None and skip.item() != 0:
         return
-    for row, (unit, begin, end) in enumerate(segments.tolist()):
+    for row, (shard, begin, end) in enumerate(segments.tolist()):
         if active is not None and not active[row]:
             continue
         steps[row] += 1
         part = slice(begin, end)
-        grad = grads[unit][part].float()
+        grad = grads[shard][part].float()
         if grad_scale is not None:
             grad = grad * grad_scale
-        master = masters[unit][part]
+        master = masters[shard][part]
         value = master
         if lows:
             value = torch.empty_like(master, dtype=torch.float32)
-            join_master_(value, master, lows[unit][part])
-        parts = [state[unit][part] for state in states if state]
+            join_master_(value, master, lows[shard][part])
+        parts = [state[shard][part] for state in states if state]
         update(value, grad, hypers[row].tolist(), int(steps[row]), *parts)
         if lows:
-            split_master_(master, lows[unit][part], value)
+            split_master_(master, lows[shard][part], value)
         if sends:
-            sends[unit][part] = value
+            sends[shard][part] = value
 
 
 def adamw_(

@@ -112,13 +112,13 @@ void optim_step(const OptimArgs<Rule>& args) {
             const auto starts_after = [](int64_t at, const auto& item) { return at < item.start; };
             auto item = std::upper_bound(work.begin(), work.end(), low, starts_after) - 1;
             for (; item != work.end() && item->start < high; ++item) {
-                const auto [unit, begin, end] = item->segment;
+                const auto [shard, begin, end] = item->segment;
                 const int64_t first = begin + std::max<int64_t>(low - item->start, 0);
                 const int64_t last = std::min(begin + high - item->start, end);
                 const auto update = Rule::branch(item->factors)
                                         ? update_range<Rule, true, kSplit, Grad, Send>
                                         : update_range<Rule, false, kSplit, Grad, Send>;
-                update(args.shards[unit], first, last, scale, item->factors, stream);
+                update(args.shards[shard], first, last, scale, item->factors, stream);
             }
             if (stream) stream_fence();
         });

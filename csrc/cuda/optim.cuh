@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kPlanThreads)
         if (g < rows.num_segments && !skip && (rows.active == nullptr || rows.active[g] != 0)) {
             const Segment segment = rows.segments[g];
             // Memory safety: the host cannot look at the rows without waiting for the device.
-            if (segment.unit < 0 || segment.unit >= num_shards || segment.begin < 0 ||
+            if (segment.shard < 0 || segment.shard >= num_shards || segment.begin < 0 ||
                 segment.begin > segment.end)
                 __trap();
             plan.factors[g] = Rule::factors(rows.hypers[g], ++rows.steps[g]);
@@ -197,9 +197,9 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t g =
             last_not_after(rows.num_segments, tile, [&](int64_t i) { return plan.first_tile[i]; });
         const Segment segment = rows.segments[g];
-        const int64_t unit = segment.unit - shards.first;
-        if (unit < 0 || unit >= kCapacity) continue;
-        const OptimShard<Rule>& shard = shards.items[unit];
+        const int64_t item = segment.shard - shards.first;
+        if (item < 0 || item >= kCapacity) continue;
+        const OptimShard<Rule>& shard = shards.items[item];
         const typename Rule::Factors factors = plan.factors[g];
         const bool branch = Rule::branch(factors);
         // Memory safety, as in the prologue.
