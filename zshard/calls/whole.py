@@ -1,6 +1,7 @@
 """Whole tensors out of shards: parameters, gradients, and a context with them in the modules.
 
-All of these are collectives: every rank of the mesh has to call them.
+All of these are collectives: every rank of the mesh has to call them. Each rank's own slices, which
+it reads and writes by itself, are here too.
 """
 
 from __future__ import annotations
@@ -131,27 +132,10 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     with schedule.comm.awaited("full_params"):
         schedule.begin_call("full_params")
         wholes = {flat: _stand_ins(flat) for flat in schedule.flats}
-    given = [whole for params in wholes.values() for whole in params]
     versions = [flat.version for flat in schedule.flats]
-    schedule.whole = True
     with schedule.before_call(_END) if write else nullcontext():
-        try:
-            for each, param in zip(given, schedule.parameters(), strict=True):
-                put_in(each, param)
-            for unit in schedule.units:
-                if unit.state is not State.SHARDED and not unit.strategy.resident:
-                    unit.reshard()
-                unit.put_params(wholes)
+        with _lent(schedule, wholes):
             yield model
-            refuse_lost_gradients(given)
-            _take_replaced(schedule, wholes)
-        finally:
-            schedule.whole = False
-            for each, param in zip(given, schedule.parameters(), strict=True):
-                take_out(each)
-                share_attributes(each, param)
-            for unit in schedule.units:
-                unit.put_params({flat: flat.params for flat in unit.flats})
         if write and versions != [flat.version for flat in schedule.flats]:
             raise StateError(
                 "parameters were changed by an optimizer's step, or through their shards, inside "
@@ -160,15 +144,35 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             )
     if write and schedule.comm.world_size > 1:
         _compare(schedule, wholes)
-    params = schedule.parameters()
-    left = [value for whole in wholes.values() for value in whole]
-    # All slices first: where one is refused, nothing is taken.
-    slices = [own_slice(p, v.detach()) for p, v in zip(params, left, strict=True) if write]
-    for param, value in zip(params, left, strict=True):
-        param.requires_grad_(value.requires_grad)
-    if write:
-        for param, mine in zip(params, slices, strict=True):
-            _take_back(param, mine)
+    _take_over(schedule, wholes, write=write)
+
+
+@contextmanager
+def _lent(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> Iterator[None]:
+    """A context in which the modules hold ``wholes``, which then are what was left in them.
+
+    Raises:
+        StateError: at the end, for a gradient that would be lost.
+    """
+    given = [whole for params in wholes.values() for whole in params]
+    schedule.whole = True
+    try:
+        for each, param in zip(given, schedule.parameters(), strict=True):
+            put_in(each, param)
+        for unit in schedule.units:
+            if unit.state is not State.SHARDED and not unit.strategy.resident:
+                unit.reshard()
+            unit.put_params(wholes)
+        yield
+        refuse_lost_gradients(given)
+        _take_replaced(schedule, wholes)
+    finally:
+        schedule.whole = False
+        for each, param in zip(given, schedule.parameters(), strict=True):
+            take_out(each)
+            share_attributes(each, param)
+        for unit in schedule.units:
+            unit.put_params({flat: flat.params for flat in unit.flats})
 
 
 def _take_replaced(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None:
@@ -193,6 +197,23 @@ def _compare(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None
     with schedule.comm.awaited(_END):
         schedule.begin_call(_END)
         same_model.same_values(names, mine, schedule.comm, tag, remedy)
+
+
+def _take_over(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]], *, write: bool) -> None:
+    """Freeze and unfreeze parameters as ``wholes`` are; with ``write``, take their values.
+
+    Raises:
+        InputError: for a parameter of another shape.
+    """
+    params = schedule.parameters()
+    left = [value for whole in wholes.values() for value in whole]
+    # All slices first: where one is refused, nothing is taken.
+    slices = [own_slice(p, v.detach()) for p, v in zip(params, left, strict=True) if write]
+    for param, value in zip(params, left, strict=True):
+        param.requires_grad_(value.requires_grad)
+    if write:
+        for param, mine in zip(params, slices, strict=True):
+            _take_back(param, mine)
 
 
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
