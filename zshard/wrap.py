@@ -144,23 +144,13 @@ def wrap(
     assert survey is not None
     meta = on_meta(model)
     if collectives.world_size > 1:
-        in_units = {name for spec in survey.specs for owned in spec.params for name in owned.names}
-        buffers = persistent_buffers(model.named_modules())
-        sparse = [name for name, buffer in buffers if buffer.layout is not torch.strided]
         options = {
             "precision": str(precision),
             "prefetch": str(prefetch),
             "init": init,
             "init_fn": "None" if init_fn is None else "given",
-            "what is on meta outside of units": str(sorted(meta.keys() - in_units)),
-            "sparse buffers": str(sparse),
         }
-        same_model.check(survey.specs, collectives, options, survey.strategies)
-        if sparse:
-            raise WrapError(
-                f"{sparse[0]} is a sparse buffer, and persistent ones are broadcast. Register it "
-                "with persistent=False; each rank then has its own."
-            )
+        _require_same(model, survey, meta, options, collectives)
     # Unit by unit: values, where there are none yet, and shards of them in the whole ones' place.
     pool = Pool(1 + prefetch, where, collectives.empty, collectives.give_back)
     sharder = Sharder(model, precision, collectives, where, meta)
@@ -233,6 +223,34 @@ def _survey(
     check_apart(model, specs)
     check_precision(specs, precision)
     return _Survey(specs, strategies, device)
+
+
+def _require_same(
+    model: nn.Module,
+    survey: _Survey,
+    meta: Mapping[str, torch.Tensor],  # what of the model is on the meta device, by name
+    options: Mapping[str, str],
+    comm: Comm,
+) -> None:
+    """Make sure that all ranks wrap the same model, and that its buffers can be broadcast.
+
+    Raises:
+        MismatchError: on every rank, if they differ.
+        WrapError: for a sparse buffer.
+    """
+    in_units = {name for spec in survey.specs for owned in spec.params for name in owned.names}
+    buffers = persistent_buffers(model.named_modules())
+    sparse = [name for name, buffer in buffers if buffer.layout is not torch.strided]
+    found = {
+        "what is on meta outside of units": str(sorted(meta.keys() - in_units)),
+        "sparse buffers": str(sparse),
+    }
+    same_model.check(survey.specs, comm, {**options, **found}, survey.strategies)
+    if sparse:
+        raise WrapError(
+            f"{sparse[0]} is a sparse buffer, and persistent ones are broadcast. Register it "
+            "with persistent=False; each rank then has its own."
+        )
 
 
 def _build(survey: _Survey, made: Sequence[UnitParts], comm: Comm, pool: Pool) -> list[Unit]:
