@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,14 +65,6 @@ class OptimizerMatch:
         optimizer.tell_ledgers()
 
 
-def _like(old: object, value: Json) -> object:
-    if isinstance(old, tuple) and isinstance(value, list):
-        return tuple(value)
-    if isinstance(old, torch.Tensor):
-        return torch.full_like(old, value)  # type: ignore[arg-type]
-    return value
-
-
 @torch.inference_mode(False)  # states outlive a load there
 @torch.no_grad()
 def match_optimizer(
@@ -132,9 +125,9 @@ def _state(
     fused = isinstance(optimizer, FusedOptimizer)
     there = optimizer.state.get(param, {}) if fused else {}
     rule = names_of_rule(optimizer, there, entries)  # the others are the user's
-    own, made = {n: there[n] for n in rule & there.keys()}, rule & entries.keys()
-    uncounted = made == {"momentum_buffer"}  # torch.optim.SGD counts no steps
-    if own and made and own.keys() != made | ({"step"} if uncounted else set()):
+    now, then = rule & there.keys(), rule & entries.keys()
+    uncounted = then == {"momentum_buffer"}  # torch.optim.SGD counts no steps
+    if now and then and now != then | ({"step"} if uncounted else set()):
         match.problems.append(
             f"the optimizer's state of {name}: {sorted(entries)} were saved, and it has "
             f"{sorted(there)} now"
@@ -162,10 +155,10 @@ def _state(
         if not scalar:
             assert isinstance(value, torch.Tensor)
             match.add(label, stored, held_state(param, name, state_name, value, first=False))
-    if own and uncounted:
-        state["step"] = torch.ones_like(own["step"])
-    if own and not made:  # as before the first step
-        state |= {k: torch.zeros_like(v) for k, v in own.items()}
+    if now and uncounted:
+        state["step"] = torch.ones_like(there["step"])
+    if now and not then:  # as before the first step
+        state |= {name: torch.zeros_like(there[name]) for name in now}
     return state
 
 
@@ -192,12 +185,6 @@ def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return param.like(torch.empty(param.local_numel, dtype=dtype, device=param.device))
 
 
-def _unsaved(optimizer: Optimizer) -> dict[str, object]:
-    """What zshard's Adam and AdamW do not save, since it is the same for all of these."""
-    decoupled = type(optimizer).__name__ == "AdamW"
-    return dict(amsgrad=False, maximize=False, decoupled_weight_decay=decoupled)
-
-
 def _match_groups(
     found: OptimizerMatch,
     groups: list[dict[str, Json]],
@@ -216,25 +203,49 @@ def _match_groups(
         sources = {group_of[name] for name in own if name in group_of}
         if not group["params"] and number < len(groups) and not groups[number]["params"]:
             sources = {number}
-        if len(sources) == 1:
-            options = groups[sources.pop()]
-            try:
-                if isinstance(optimizer, FusedOptimizer):
-                    options = optimizer.own_settings(options)
-                # What the group does not have is a scheduler's, or the user's.
-                own_options = {
-                    k: _like(group.get(k), v)
-                    for k, v in options.items()
-                    if k not in ("params", "param_names")
-                }
-                for key, value in _unsaved(optimizer).items():
-                    if key in group:
-                        own_options.setdefault(key, value)
-            except (OptimizerError, TypeError, RuntimeError) as error:
-                found.match.problems.append(f"param_groups[{number}]: {error}")
-            else:
-                found.groups.append((group, own_options))
-        elif len(sources) > 1:
+        if len(sources) > 1:
             found.match.problems.append(
                 f"param_groups[{number}]: its parameters were in groups {sorted(sources)}"
             )
+        elif sources:
+            try:
+                options = _options_for(optimizer, group, groups[sources.pop()])
+            except (OptimizerError, TypeError, RuntimeError) as error:
+                found.match.problems.append(f"param_groups[{number}]: {error}")
+            else:
+                found.groups.append((group, options))
+
+
+def _options_for(
+    optimizer: Optimizer, group: Mapping[str, Any], saved: dict[str, Json]
+) -> dict[str, Any]:
+    """The ``saved`` options of a group as ``group`` is to have them.
+
+    Raises:
+        OptimizerError: if they are of another rule.
+        TypeError, RuntimeError: if one cannot be what ``group`` has in its place, a tensor.
+    """
+    if isinstance(optimizer, FusedOptimizer):
+        saved = optimizer.own_settings(saved)
+    # What the group does not have is a scheduler's, or the user's.
+    names = ("params", "param_names")
+    options = {key: _like(group.get(key), v) for key, v in saved.items() if key not in names}
+    for key, value in _unsaved(optimizer).items():
+        if key in group:
+            options.setdefault(key, value)
+    return options
+
+
+def _like(old: object, value: Json) -> object:
+    """``value`` as what it takes the place of: a tuple, which JSON has as a list, or a tensor."""
+    if isinstance(old, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(old, torch.Tensor):
+        return torch.full_like(old, value)  # type: ignore[arg-type]
+    return value
+
+
+def _unsaved(optimizer: Optimizer) -> dict[str, object]:
+    """What zshard's Adam and AdamW do not save, since it is the same for all of these."""
+    decoupled = type(optimizer).__name__ == "AdamW"
+    return dict(amsgrad=False, maximize=False, decoupled_weight_decay=decoupled)
