@@ -78,15 +78,17 @@ def test_torchs_adamw_goes_on_from_zshards(kernels: dict[str, bool], tmp_path: P
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
 
 
-def sgd_moves(rank: int, world_size: int, folder: Path, before: int, by_file: bool) -> None:
-    """SGD between torch.optim and zshard, both ways, after ``before`` steps."""
+def sgd_moves(
+    rank: int, world_size: int, folder: Path, before: int, by_file: bool, used: bool
+) -> None:
+    """SGD between torch.optim and zshard, both ways, after ``before`` steps; into one ``used``."""
     for there, here in ((torch.optim.SGD, zshard.SGD), (zshard.SGD, torch.optim.SGD)):
         model, _ = plain()
         optimizer = there(model.parameters(), **SGD)
         train(model, optimizer, rank, range(before))
         other, _ = plain(1)
         moved = here(other.parameters(), **SGD)
-        train(other, moved, rank, range(7, 8))  # it has a state of its own, which goes
+        train(other, moved, rank, range(7, 7 + used))  # a state of its own, which goes
         path = folder / there.__module__
         zshard.save(path, model, optimizer)
         if by_file:
@@ -105,11 +107,12 @@ def sgd_moves(rank: int, world_size: int, folder: Path, before: int, by_file: bo
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize(("before", "by_file"), [(0, True), (2, True), (2, False)])
 def test_sgd_goes_on_from_torchs_and_torchs_from_zshards(
-    tmp_path: Path, world_size: int, before: int, by_file: bool
+    tmp_path: Path, world_size: int, before: int, by_file: bool, used: bool
 ) -> None:
-    run_ranks(sgd_moves, world_size, tmp_path, before, by_file)
+    run_ranks(sgd_moves, world_size, tmp_path, before, by_file, used)
 
 
 class Tempered(nn.Module):
