@@ -165,11 +165,11 @@ def whole_at_once(rank: int, world_size: int) -> tuple[int, int, int]:
 
     alive: list[weakref.ref[Tensor]] = []
     most = 0
-    gathered = whole.gathered
+    all_gather = whole.all_gather
 
     def counted(*args: Any) -> Tensor:
         nonlocal most
-        full = gathered(*args)
+        full = all_gather(*args)
         alive.append(weakref.ref(full))
         most = max(most, sum(each() is not None for each in alive))
         return full
@@ -182,7 +182,7 @@ def whole_at_once(rank: int, world_size: int) -> tuple[int, int, int]:
         made.extend(param.data_ptr() for param in params)
         return params
 
-    state.gathered, state._on_the_host = counted, noted
+    state.all_gather, state._on_the_host = counted, noted
     found = zshard.state_dict(model)
     assert all(value.data_ptr() in made for value in found.values())  # no second copy
     left = sum(each() is not None for each in alive)

@@ -105,7 +105,7 @@ def together(side: Plain | Wrapped) -> Iterator[None]:
         yield
         return
     schedule = schedule_of(side.model)
-    comm, gathered, begin_call = schedule.comm, whole.gathered, schedule.begin_call
+    comm, all_gather, begin_call = schedule.comm, whole.all_gather, schedule.begin_call
     all_gather_words = comm.all_gather_words
     found: dict[int, Tensor] = {}
     told: list[int] = []
@@ -114,7 +114,7 @@ def together(side: Plain | Wrapped) -> Iterator[None]:
     def once(flat: Flat, owned: Tensor) -> Tensor:
         if id(flat) not in found:
             begin_call("a record")
-            found[id(flat)] = gathered(flat, owned)
+            found[id(flat)] = all_gather(flat, owned)
         return found[id(flat)]
 
     def tell_later(words: Sequence[int], about: Tag) -> list[list[int]]:
@@ -124,7 +124,7 @@ def together(side: Plain | Wrapped) -> Iterator[None]:
         return [list(words)] * comm.world_size
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole, "gathered", once)
+        patch.setattr(whole, "all_gather", once)
         patch.setattr(schedule, "begin_call", lambda what: None)
         patch.setattr(comm, "all_gather_words", tell_later)
         yield

@@ -49,7 +49,7 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     call = f"full_param({name!r})"
     with schedule.comm.awaited(call):
         schedule.begin_call(call)
-        full = gathered(flat, flat.master.read())
+        full = all_gather(flat, flat.master.read())
     return _whole(flat, index, full).to(flat.dtypes.param)
 
 
@@ -91,7 +91,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
                 ".grad = None), while the others still have it. Drop it on every rank"
             )
         flat.grads.before_access(index)
-        full = gathered(flat, flat.grads.owned())
+        full = all_gather(flat, flat.grads.owned())
     return _whole(flat, index, full)
 
 
@@ -272,10 +272,10 @@ def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
     )
 
 
-def gathered(flat: Flat, owned: torch.Tensor) -> torch.Tensor:
-    """As ``Flat.gathered``, after ``Schedule.begin_call``."""
+def all_gather(flat: Flat, owned: torch.Tensor) -> torch.Tensor:
+    """As ``Flat.all_gather``, after ``Schedule.begin_call``."""
     tag = Tag(flat.schedule.executor.step, "gather", flat.unit.label)
-    return flat.gathered(owned, flat.schedule.comm, tag)
+    return flat.all_gather(owned, flat.schedule.comm, tag)
 
 
 def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
@@ -286,7 +286,7 @@ def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
 
 def _stand_ins(flat: Flat) -> list[nn.Parameter]:
     owned = flat.master.read()
-    full = gathered(flat, owned)
+    full = all_gather(flat, owned)
     if full is owned and flat.dtypes.param == full.dtype:
         full = full.clone()  # what is written in there is no new value of the master
     full = full.to(flat.dtypes.param)

@@ -13,7 +13,7 @@ from ..transports.simulated import require_real
 from ..units.flat import Flat
 from ..units.storage import storage_of
 from ..wrap import schedule_of
-from .whole import gathered
+from .whole import all_gather
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
 
 def _on_the_host(flat: Flat, wanted: bool) -> list[nn.Parameter]:
     """The whole parameters of ``flat``; none where they are not wanted."""
-    full = gathered(flat, flat.master.read())
+    full = all_gather(flat, flat.master.read())
     if not wanted:
         return []
     params = []

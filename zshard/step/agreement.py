@@ -137,7 +137,8 @@ class Agreement:
         if self._pass.paused:
             cut = self._pass
             cuts, needed = cut.cuts + 1, cut.needed_before + cut.needed
-            self.begin(Intent.GO_ON, f"{cuts};{self._executor.gathered}", "the rest of a forward")
+            about = f"{cuts};{self._executor.gathered_units}"
+            self.begin(Intent.GO_ON, about, "the rest of a forward")
             self._pass.cuts, self._pass.needed_before = cuts, needed
 
     def _finish_part(self) -> None:

@@ -146,7 +146,7 @@ class Backward:
     def _about(self, first: str, forward: Forward | None) -> str:
         """What this backward's program depends on; may differ between ranks."""
         # With what is there: something may have come between, and freed what forward had left.
-        there, passed_over = self._executor.gathered, self._units_passed_over()
+        there, passed_over = self._executor.gathered_units, self._units_passed_over()
         return f"{self.forwards.about(forward)};{first};{there};{passed_over}"
 
     def _meet(self, about: str) -> None:

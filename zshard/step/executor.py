@@ -60,7 +60,7 @@ class Executor:
         return self._comm.world_size > 1 and not self._comm.broken
 
     @property
-    def gathered(self) -> str:
+    def gathered_units(self) -> str:
         """The units that need no gather now, as text."""
         return " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
 

@@ -96,7 +96,7 @@ class ForwardHooks:
         self._root.forward_io.begin()
         if schedule.methods.running:
             schedule.methods.enter_forward()
-            self._agreement.begin(Intent.FORWARD, self._executor.gathered, "a forward")
+            self._agreement.begin(Intent.FORWARD, self._executor.gathered_units, "a forward")
         elif not inside_backward():
             with schedule.comm.awaited("the beginning of a forward"):
                 self._begin()
@@ -119,7 +119,7 @@ class ForwardHooks:
         self._forget_last_forward()
         messages = self._agreement.begin(
             Intent.FORWARD,
-            self._executor.gathered,
+            self._executor.gathered_units,
             "a forward",
             tally=schedule.updates.tally(),
             buffers=schedule.module_buffers.ask(),
@@ -166,7 +166,7 @@ class ForwardHooks:
         if raised and isinstance(sys.exc_info()[1], (MismatchError, CommError)):
             return None  # the others are in no meeting any more; `Methods.run` settles it
         self._agreement.finish()
-        self._backward.forwards.note(self._agreement.needed, self._executor.gathered)
+        self._backward.forwards.note(self._agreement.needed, self._executor.gathered_units)
         self._schedule.methods.leave_forward()
         return output
 
@@ -180,7 +180,7 @@ class ForwardHooks:
             raise
         if self._executor.state is TrainingState.FORWARD:
             self._agreement.finish()
-            gathered = self._executor.gathered
+            gathered = self._executor.gathered_units
             self._backward.forwards.note(self._agreement.needed, gathered, self.order)
             self._executor.enter_state(TrainingState.IDLE)
         if not self._watch(self._root, output):

@@ -144,7 +144,7 @@ class Flat(FlatSizes):
         """Where segment ``index`` lies in the owned range."""
         return self._locals[index]
 
-    def gathered(self, owned: torch.Tensor, comm: Comm, tag: Tag) -> torch.Tensor:
+    def all_gather(self, owned: torch.Tensor, comm: Comm, tag: Tag) -> torch.Tensor:
         """The full buffer (N * S,) that ``owned`` (O,) is this rank's part of, in its dtype.
 
         In fresh memory, for reads outside of a step; steps have ``Unit.gather``. A collective,

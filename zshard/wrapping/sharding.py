@@ -170,7 +170,7 @@ class Sharder:
     def _fill(self, flat: Flat, swapped: Sequence[_Swapped]) -> None:
         """Give the former contents of a flat buffer's parameters their values again."""
         tag = Tag(None, "wrap", about=flat.names[0])
-        whole = flat.gathered(flat.master.read(), self._comm, tag)
+        whole = flat.all_gather(flat.master.read(), self._comm, tag)
         for segment, (owned, former) in zip(flat.layout.segments, swapped, strict=True):
             if id(owned.param) not in self._meta:
                 value = segment.view_of(whole).to(former.dtype)
