@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import InputError
 from ..precision import Precision
 from ..strategy import Choice, zero_name
-from ..transports.transport import Transport
+from ..transports.transport import Transport, require_transport
 from .check import check
 from .fit import Alternative, Fit, alternatives, fit
 from .footprint import (
@@ -53,8 +53,7 @@ class Setup:
             raise InputError(
                 f"optimizer={self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}"
             )
-        if self.comm not in get_args(Transport):
-            raise InputError(f"comm={self.comm!r}: expected 'auto', 'group' or 'peer'")
+        require_transport(self.comm)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,17 @@ _LOG = logging.getLogger("zshard")
 _MOST_RANKS = 128  # that read each other's memory: kMaxPeers in csrc/ops.h
 
 
+def require_transport(given: object, called: str = "comm") -> Transport:
+    """``given``, if it is a transport; errors call it ``called``.
+
+    Raises:
+        InputError: if it is not.
+    """
+    if given not in get_args(Transport):
+        raise InputError(f"{called}={given!r}: expected 'auto', 'group' or 'peer'")
+    return cast("Transport", given)
+
+
 def asked_for(
     transport: Transport, failure: Exception | None
 ) -> tuple[Transport, Exception | None]:
@@ -33,11 +44,11 @@ def asked_for(
     """
     if transport != "auto":
         return transport, failure
-    given = os.environ.get("ZSHARD_COMM", transport)
-    if given not in get_args(Transport):
-        wrong = InputError(f"ZSHARD_COMM={given!r}: expected 'auto', 'group' or 'peer'")
+    try:
+        given = os.environ.get("ZSHARD_COMM", transport)
+        return require_transport(given, "ZSHARD_COMM"), failure
+    except InputError as wrong:
         return transport, failure or wrong
-    return cast("Transport", given), failure
 
 
 def neighbours_of(shards: Ranks) -> Neighbours | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import get_args
 
 import torch
 from torch import nn
 
 from ..errors import InputError
 from ..precision import Precision
-from ..transports.transport import Transport
+from ..transports.transport import require_transport
 from ..unitmap import UnitSpec
 from .materialize import on_meta
 
@@ -31,8 +30,7 @@ def check_arguments(
     """
     if not isinstance(precision, Precision):
         raise InputError(f"precision={precision!r}: expected a zshard.Precision, or None")
-    if comm not in get_args(Transport):
-        raise InputError(f"comm={comm!r}: expected 'auto', 'group' or 'peer'")
+    require_transport(comm)
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise InputError(f"prefetch={prefetch!r}: expected a whole number of units, 0 or more")
     if init not in ("check", "broadcast", "trust"):
