@@ -13,6 +13,7 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import NamedTuple, cast
 
 import contestants
@@ -95,6 +96,15 @@ def table(sides: dict[str, Counter[str]], parameters: int) -> str:
     return aligned(["bytes a parameter", *sides], rows, texts=1)
 
 
+def table_of(found: dict[str, object]) -> str:
+    """The table of what ``rank_main`` has found."""
+    *moved, computing = (
+        Moved(**fields) for fields in cast("list[dict[str, object]]", found["moved"])
+    )
+    sides = {each.name: beyond_computing(each, computing) for each in moved}
+    return table(sides, cast("int", found["parameters"]))
+
+
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Count, print the tables, write the file; ends the process with status 2 on bad input."""
     parser = make_parser(cast("str", __doc__).splitlines()[0], program, ("device", "json"))
@@ -121,36 +131,22 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     device = torch.device(arguments.device)
     facts = describe(device)
     print(f"{headline(facts)}; counted, not timed")
+    report = {"benchmark": "bytes", "environment": facts, "gloo": arguments.gloo}
     results = []
-    for ranks in arguments.ranks:
-        for model in arguments.model:
-            for precision in arguments.precision:
-                setting = Setting(model, arguments.tokens, precision, device)
-                found = run_ranks(
-                    rank_main,
-                    (setting, variants, arguments.gloo),
-                    ranks=ranks,
-                    backend="fake",
-                    device=device,
-                )
-                parameters = cast("int", found["parameters"])
-                *moved, computing = (
-                    Moved(**fields) for fields in cast("list[dict[str, object]]", found["moved"])
-                )
-                sides = {m.name: beyond_computing(m, computing) for m in moved}
-                case = f"{model} {arguments.tokens} tokens {precision} N={ranks}"
-                print(f"\n{case}\n{table(sides, parameters)}", flush=True)
-                results.append({"case": case, **found})
-                if arguments.json:  # each time: what has been counted stays, should one fail
-                    write_json(
-                        arguments.json,
-                        {
-                            "benchmark": "bytes",
-                            "environment": facts,
-                            "gloo": arguments.gloo,
-                            "results": results,
-                        },
-                    )
+    for ranks, model, precision in product(arguments.ranks, arguments.model, arguments.precision):
+        setting = Setting(model, arguments.tokens, precision, device)
+        found = run_ranks(
+            rank_main,
+            (setting, variants, arguments.gloo),
+            ranks=ranks,
+            backend="fake",
+            device=device,
+        )
+        case = f"{model} {arguments.tokens} tokens {precision} N={ranks}"
+        print(f"\n{case}\n{table_of(found)}", flush=True)
+        results.append({"case": case, **found})
+        if arguments.json:  # each time: what has been counted stays, should one fail
+            write_json(arguments.json, {**report, "results": results})
     if arguments.json:
         print(f"every figure: {arguments.json}")
 

@@ -12,6 +12,7 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -166,6 +167,7 @@ def table(case: str, reports: Sequence[dict[str, object]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Measure, print the tables, write the file; ends the process with status 2 on bad input."""
     parser = make_parser(__doc__.splitlines()[0], program, ["json"])
     parser.add_argument(
         "--model", choices=SIZES, default=["25m", "100m"], help="default: 25m 100m", nargs="+"
@@ -198,21 +200,17 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         "trains in fp32"
     )
     results = []
-    for model in arguments.model:
-        for tokens in arguments.tokens:
-            for precision in arguments.precision:
-                setting = Setting(model, tokens, precision, device)
-                # DDP has no precision policy: where others compute in bf16, it trains in fp32.
-                peer = Setting(model, tokens, "fp32", device)
-                reports = [
-                    measure(
-                        peer if name == "ddp" else setting, name, arguments.ranks, arguments.steps
-                    )
-                    for name in ("zshard", *arguments.against)
-                ]
-                case = f"{model} {tokens} tokens {precision}"
-                print(table(case, reports), flush=True)
-                results.append({"case": case, "contestants": reports})
+    for model, tokens, precision in product(arguments.model, arguments.tokens, arguments.precision):
+        setting = Setting(model, tokens, precision, device)
+        # DDP has no precision policy: where others compute in bf16, it trains in fp32.
+        peer = Setting(model, tokens, "fp32", device)
+        reports = [
+            measure(peer if name == "ddp" else setting, name, arguments.ranks, arguments.steps)
+            for name in ("zshard", *arguments.against)
+        ]
+        case = f"{model} {tokens} tokens {precision}"
+        print(table(case, reports), flush=True)
+        results.append({"case": case, "contestants": reports})
     write(arguments, {"benchmark": "memory", "environment": facts, "results": results})
 
 
