@@ -125,7 +125,7 @@ def test_what_is_left_out_is_not_counted(traffic: Traffic) -> None:
     assert traffic.read["aten::add"] == a.nbytes
 
 
-# What a step moves beyond computing, bytes a parameter; see README, Memory and traffic.
+# What a step moves beyond computing, bytes a parameter; the sums are in benchmarks/README.md.
 PROMISED = {
     "fp32": {"pack_": 4 + 4, "reduce_": 4 / RANKS, "adamw_": 28 / RANKS},
     "bf16": {"pack_": 2 + 4, "reduce_": 4 / RANKS, "adamw_": 30 / RANKS},
