@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import models
 import pytest
 import torch
@@ -9,6 +11,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
+from zshard.param import Sharded
 
 SEEN = ("before", "gone", "after", "count")
 
@@ -78,7 +81,21 @@ def test_a_model_may_be_moved_to_where_it_is(
     assert all(torch.equal(value, values[n]) for n, value in zshard.state_dict(model).items())
 
 
-@pytest.mark.parametrize("name", ["flat", "segment", "local", "fqn"])
+OWN = ["flat", "fqn", "local", "local_numel", "segment"]
+
+
+def test_sharded_parameters_have_the_attributes_that_the_readme_names() -> None:
+    """Each of them a property: a method would be hidden by what a script sets after wrap."""
+    own = {
+        n: each for n, each in vars(Sharded).items() if n[0] != "_" and not hasattr(nn.Parameter, n)
+    }
+    assert sorted(own) == OWN
+    assert {type(each) for each in own.values()} == {property}
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert f"that sharded ones have ({', '.join(f'`{name}`' for name in OWN)})" in readme
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_an_attribute_that_a_sharded_parameter_has_itself_is_refused_by_name(name: str) -> None:
     layer = nn.Linear(4, 2)
     setattr(layer.bias, name, "mine")

@@ -5,7 +5,7 @@
 which optimizers, hooks and user code hold is the sharded parameter. While a unit is gathered its
 modules hold other Parameters, the leaves, which are views of the full buffer; autograd only ever
 sees those. A sharded parameter may become part of a graph (an elementwise operation), but no
-gradient may come to it: see ``Sharded.refuse_gradients``.
+gradient may come to it: see ``Sharded._forbid_gradients``.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Sharded(torch.Tensor):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    # Not to be set: an attribute of the user's of such a name is an error. They are read for every
-    # parameter in every step, so by C alone.
+    # Not to be set: an attribute of the user's of such a name is an error. (It would hide a method,
+    # so those have names with an underscore.) They are read for every parameter in every step, so
+    # by C alone.
     flat: Flat = property(attrgetter("_flat"))  # type: ignore[assignment]
     # Index of its segment in the flat buffer.
     segment: int = property(attrgetter("_segment"))  # type: ignore[assignment]
@@ -139,14 +140,14 @@ class Sharded(torch.Tensor):
             self.flat.set_trained(self.segment, requires_grad)
         super().requires_grad_(requires_grad)
         if self._is_param:
-            self.refuse_gradients()
+            self._forbid_gradients()
         return self
 
     def detach_(self) -> torch.Tensor:
         """As torch's, which freezes a parameter."""
         return self.requires_grad_(False) if self._is_param else super().detach_()
 
-    def refuse_gradients(self) -> None:
+    def _forbid_gradients(self) -> None:
         """Have a gradient that autograd brings here be an error: nobody would look at it."""
         if self.requires_grad and not self._backward_hooks:
             super().register_hook(partial(_refuse_gradient, ref(self.flat), self.segment))  # type: ignore[no-untyped-call]
@@ -173,13 +174,13 @@ class Sharded(torch.Tensor):
         """Elements on this rank."""
         return self.flat.local(self.segment).elements.numel
 
-    def like(self, local: torch.Tensor) -> Sharded:
+    def _like(self, local: torch.Tensor) -> Sharded:
         """Another sharded tensor of the same elements, whose slice here is ``local``."""
         dtypes = self.flat.dtypes
         dtype = None if local.dtype in (dtypes.master, dtypes.reduce) else local.dtype
         return Sharded(local, self.flat, self.segment, dtype=dtype)
 
-    def lines_up_with(self, other: Sharded) -> bool:
+    def _lines_up_with(self, other: Sharded) -> bool:
         """Whether the two are cut alike, so that every rank has the same elements of both."""
         same = other.flat is self.flat and other.segment == self.segment
         return same or other._cut() == self._cut()

@@ -229,8 +229,9 @@ def check_kinds(specs: Sequence[UnitSpec]) -> None:
     """Check that zshard can shard parameters of these kinds.
 
     Raises:
-        WrapError: for parameters that are wrapped already, have no shape yet, or have a dtype that
-            zshard does not shard.
+        WrapError: for parameters that are wrapped already, or of another class; that are sparse,
+            have no shape yet, or a dtype that zshard does not shard; or an attribute of a name that
+            sharded ones have.
     """
     for spec in specs:
         for owned in spec.params:

@@ -182,7 +182,7 @@ def _as_torch_counts(step: object, group: dict[str, Any], param: torch.Tensor) -
 def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(param, Sharded):
         return torch.empty_like(param, dtype=dtype)
-    return param.like(torch.empty(param.local_numel, dtype=dtype, device=param.device))
+    return param._like(torch.empty(param.local_numel, dtype=dtype, device=param.device))
 
 
 def _match_groups(

@@ -52,7 +52,7 @@ def slice_of(value: torch.Tensor) -> torch.Tensor:
 def _fits(value: torch.Tensor, own: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether ``value`` can be copied into the state ``own`` of ``param``."""
     if isinstance(value, Sharded):
-        return isinstance(param, Sharded) and own.ndim == 1 and value.lines_up_with(param)
+        return isinstance(param, Sharded) and own.ndim == 1 and value._lines_up_with(param)
     if own.ndim == 1 and not isinstance(param, Sharded):
         return value.shape == param.shape
     # A step is 0-d, in torch.optim too.

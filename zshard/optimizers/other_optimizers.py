@@ -68,7 +68,7 @@ def check_states(param: Sharded, states: dict[str, object]) -> None:
         OptimizerError: for a state of the whole parameter, or of another shard.
     """
     for name, value in list(states.items()):
-        if isinstance(value, Sharded) and not value.lines_up_with(param):
+        if isinstance(value, Sharded) and not value._lines_up_with(param):
             raise OptimizerError(
                 f"the optimizer's state {name!r} of {param.fqn} is cut for another model, unit map "
                 "or number of ranks. Take it over by zshard.save and zshard.load, or "
@@ -80,7 +80,7 @@ def check_states(param: Sharded, states: dict[str, object]) -> None:
             continue
         if _number(states.get("step")) == 0:  # made before wrap, as Adagrad does at once
             dtype = param.flat.dtypes.master
-            states[name] = param.like(own_slice(param, value).to(dtype, copy=True))
+            states[name] = param._like(own_slice(param, value).to(dtype, copy=True))
         elif value.ndim > 0:
             raise OptimizerError(
                 f"the optimizer's state {name!r} of {param.fqn} is of the whole parameter: it had "

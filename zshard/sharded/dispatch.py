@@ -106,7 +106,7 @@ def _alias(
         assert isinstance(result, torch.Tensor)
         # What a parameter shares its version counter with is no inference tensor, nor is it one.
         with torch.inference_mode(False):
-            alias = of.like(result)
+            alias = of._like(result)
     of.flat.aliases.note(alias)
     return alias
 
@@ -191,7 +191,7 @@ def _cut_alike(
     What is written stays as it is cut, or else what comes first.
     """
     rows = _computed_together(op, args, kwargs)
-    if all(first.lines_up_with(other) for row in rows for first, other in pairwise(row)):
+    if all(first._lines_up_with(other) for row in rows for first, other in pairwise(row)):
         return args, kwargs
     changed = _mutated(op, args, kwargs)
     written, memory = {id(each) for each in changed}, {_memory(each) for each in changed}
@@ -199,7 +199,7 @@ def _cut_alike(
     def recut_in_row(index: int, value: object) -> object:
         row = rows[index if op.of_lists else 0]
         like = next((each for each in row if id(each) in written), row[0] if row else None)
-        if not isinstance(value, Sharded) or like is None or like.lines_up_with(value):
+        if not isinstance(value, Sharded) or like is None or like._lines_up_with(value):
             return value
         if _memory(value) in memory:  # what is gathered now would not have what is written
             raise ShardedAccessError(
@@ -277,6 +277,6 @@ def _wrap_like(of_rows: list[Sharded]) -> Callable[[object], object]:
     in_order = iter(of_rows)
 
     def wrap(x: object) -> object:
-        return next(in_order, of_rows[0]).like(x) if isinstance(x, torch.Tensor) else x
+        return next(in_order, of_rows[0])._like(x) if isinstance(x, torch.Tensor) else x
 
     return wrap

@@ -110,7 +110,7 @@ class Flat(FlatSizes):
         """Be part of ``unit``, which ``schedule`` runs, from here on; the model is wrapped."""
         self.unit, self.schedule = unit, schedule
         for param in self.params:
-            param.refuse_gradients()
+            param._forbid_gradients()
 
     def move(self) -> None:
         """Leave the memory that other ranks read, for this rank's own, before any use."""
