@@ -221,6 +221,18 @@ def test_what_would_be_lost_or_wrong_is_refused_by_name() -> None:
         torch.empty(21, 21).copy_(weight.detach())  # 21 elements here, which would be spread
 
 
+def test_weights_are_averaged_as_the_error_of_a_copy_says() -> None:
+    (model, plain), (average, expected) = pair(), pair()
+    with pytest.raises(zshard.ShardedAccessError, match=r"lerp_\(param, weight\).*no_grad"):
+        pickle.dumps(model)
+    with torch.no_grad():
+        for changed, mean in ((model, average), (plain, expected)):
+            for param, kept in zip(changed.parameters(), mean.parameters(), strict=True):
+                kept.lerp_(param.mul_(2), 0.25)
+    for name, param in expected.named_parameters():
+        assert torch.equal(zshard.full_param(average, name), param), name
+
+
 def test_a_parameter_replaced_after_wrap_is_refused() -> None:
     model, _ = pair()
     model.inlet.weight = nn.Parameter(torch.zeros(7, 3))

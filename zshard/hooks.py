@@ -39,7 +39,7 @@ class ModuleHook:
             "a wrapped model can neither be pickled nor copied: its parameters are shards of flat "
             "buffers. Take whole tensors inside zshard.full_params(model), or copy the plain model "
             "before zshard.wrap. (For an average of the weights wrap two copies, and update one by "
-            "ema.lerp_(param, weight), parameter by parameter.)"
+            "ema.lerp_(param, weight), parameter by parameter, under torch.no_grad().)"
         )
 
 
