@@ -103,6 +103,12 @@ def test_a_line_of_metrics_that_is_none_is_named(tmp_path: Path, line: str) -> N
         read_metrics(path)
 
 
+@pytest.mark.parametrize(("exposed", "said"), [(12.4, "12%"), (None, "n/a")])
+def test_the_speed_of_a_step_is_told_with_what_it_waited(exposed: float | None, said: str) -> None:
+    step = StepMetrics(1, 2.0, 1.0, 0.1, 0.5, 1234.0, exposed)
+    assert step.speed == f"1,234 tokens/s, exposed communication {said}"
+
+
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,12 @@ class StepMetrics:
     # does not wait and only a trace can tell.
     exposed_percent: float | None
 
+    @property
+    def speed(self) -> str:
+        """Tokens a second, and what of the step was waited for, in words."""
+        exposed = "n/a" if self.exposed_percent is None else f"{self.exposed_percent:.0f}%"
+        return f"{self.tokens_per_second:,.0f} tokens/s, exposed communication {exposed}"
+
 
 @dataclass(frozen=True)
 class Validation:

@@ -276,11 +276,7 @@ def _loop(run: Run, out: Path) -> bool:
         while run.step < options.steps and not job.stopping:
             traced.before_step()
             metrics = run.take_step()
-            exposed = "n/a"
-            if metrics.exposed_percent is not None:
-                exposed = f"{metrics.exposed_percent:.0f}%"
-            speed = f"{metrics.tokens_per_second:,.0f} tokens/s, exposed communication {exposed}"
-            bar.set_postfix_str(f"loss {metrics.loss:.3f}, {speed}")
+            bar.set_postfix_str(f"loss {metrics.loss:.3f}, {metrics.speed}")
             bar.update()
             if log:
                 log.write(metrics)
@@ -291,7 +287,7 @@ def _loop(run: Run, out: Path) -> bool:
                 after = Validation(run.step, run.validation_loss())
                 job.say(
                     f"step {run.step}: training loss {metrics.loss:.3f}, validation loss "
-                    f"{after.validation_loss:.3f}, {speed}"
+                    f"{after.validation_loss:.3f}, {metrics.speed}"
                 )
                 if log:
                     log.write(after)
