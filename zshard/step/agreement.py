@@ -153,13 +153,13 @@ class Agreement:
             if current.to_be_learned:
                 self._learn()
         elif not current.reduces and current.key[:1] != (Intent.RENEW,):
-            self._meetings.open = True
+            self._meetings.others_may_be_inside = True
         current.end()
 
     @awaited("the meeting before a change")
     def meet_before_change(self) -> None:
         """Before parameters change: meet ranks that may still need them as they were."""
-        if self._meetings.open and self._executor.has_peers:
+        if self._meetings.others_may_be_inside and self._executor.has_peers:
             mine, step = Message(self.number, Intent.END), self._executor.step
             self._meetings.begin(self, self._comm, mine, "a change of parameters", step)
 

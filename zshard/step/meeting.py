@@ -94,11 +94,11 @@ class Meetings:
 
     Attributes:
         left: whether this rank has left a forward by an exception, and begun nothing since.
-        open: whether this rank has ended a pass that others may still be in, and may need more of.
+        others_may_be_inside: a pass that this rank has ended, where they may need more of it.
     """
 
     def __init__(self) -> None:
-        self.left = self.open = False
+        self.left = self.others_may_be_inside = False
         self._forwards: list[Member] = []  # in which one is under way, the outermost first
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
         self._added = 0
@@ -159,7 +159,7 @@ class Meetings:
         """
         tag = Tag(step, "agree", "root", label)
         while True:
-            self.open = False
+            self.others_may_be_inside = False
             members = dict(self._members.items())  # none goes before it has served
             mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))
             words = comm.all_gather_words(mine, tag)
@@ -180,7 +180,9 @@ class Meetings:
             else:
                 forgo_learning(members)
                 # Who has left may be at a change of parameters, and waits for the others there.
-                self.open = any(each.left and each.intent is Intent.END for each in messages)
+                self.others_may_be_inside = any(
+                    each.left and each.intent is Intent.END for each in messages
+                )
                 refuse_but_who_left(comm, label, mine, messages)
 
 
