@@ -22,11 +22,13 @@ from training import Record, assert_close, assert_same_bits
 
 import zshard
 from zshard import ops
+from zshard.tag import Tag
 from zshard.transports import symmetric_memory, transport
 from zshard.transports.groups import Ranks
 from zshard.transports.shared import SharedArena
 from zshard.transports.symmetric import SymmetricRanks
 from zshard.transports.symmetric_memory import Joined
+from zshard.wrap import schedule_of
 
 DEADLINE = 30.0  # seconds of a barrier
 
@@ -166,6 +168,18 @@ def rewritten(rank: int, world_size: int) -> list[bool]:
 
 def test_what_was_lent_may_be_written_once_it_was_read() -> None:
     assert run_ranks(rewritten, 3) == [[True] * 40] * 3
+
+
+def held_up(rank: int, world_size: int) -> float:
+    take(Double())
+    schedule = schedule_of(zshard.wrap(torch.nn.Linear(4, 4), comm="peer"))
+    before = schedule.comm.stats.exposed_seconds
+    schedule.comm.reclaim(schedule.flats[0].sent, Tag(0, "step", "root"))
+    return schedule.comm.stats.exposed_seconds - before
+
+
+def test_no_host_is_held_up_where_a_stream_waits_to_write_what_was_lent() -> None:
+    assert run_ranks(held_up, 2) == [0.0, 0.0]
 
 
 def made(rank: int, world_size: int) -> tuple[list[int], list[int]]:

@@ -205,7 +205,8 @@ class Comm:
             with self.named_errors("reclaim", tag):
                 self.shards.note("reclaim", tag)
                 self.shards.reclaim(lent)
-            self._waited("reclaim", tag, None, start)
+            if self.shards.read_by_waiter:  # else it is the compute stream that waits
+                self._waited("reclaim", tag, None, start)
 
     def _start(
         self,
@@ -238,10 +239,9 @@ class Comm:
         return handle
 
     def _waited(self, op: str, tag: Tag, transfer: Transfer | None, since: float) -> None:
-        """Note that the host was held up ``since`` then, if it is what reads shared memory."""
+        """Note that the host was held up ``since`` then."""
         self.stats.exposed_seconds += time.perf_counter() - since
-        recorder = self.recorder
-        if recorder is not None and self.shards.read_by_waiter:
+        if (recorder := self.recorder) is not None:
             recorder.end_stall(recorder.begin_stall(op, tag, transfer, since))
 
     def broadcast(self, value: torch.Tensor, tag: Tag) -> None:
