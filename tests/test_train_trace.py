@@ -50,11 +50,13 @@ def test_a_traced_run_leaves_every_ranks_file_all_in_one_and_a_summary(
     assert resolve({"resume": str(out), "steps": 10, "trace": "x"}).trace == "x"
 
 
-def test_a_run_that_ends_earlier_is_traced_as_far_as_it_goes(text: Path, tmp_path: Path) -> None:
+def test_a_run_that_ends_earlier_is_traced_as_far_as_it_goes_into_its_own_folder(
+    text: Path, tmp_path: Path
+) -> None:
     for steps, traced in ((4, [2]), (2, None)):
-        folder = tmp_path / f"trace-{steps}"
-        options = ("--steps", steps, "--trace", folder, "--data", text)
-        printed = ran("train", *TINY, *options, "--out", tmp_path / f"run-{steps}", ranks=1)
+        folder = tmp_path / f"run-{steps}" / "trace"
+        options = ("--trace", "--steps", steps, "--data", text)
+        printed = ran("train", *TINY, *options, "--out", folder.parent, ranks=1)
         if traced is None:
             assert "nothing is traced: a trace begins after 2 steps" in printed
             assert not list(folder.iterdir())

@@ -136,7 +136,7 @@ def _train(given: dict[str, object], arguments: Sequence[str], place: Place | No
         ranks = choose_ranks(options.ranks, options.device)
         files = find_files(options.data)
         check_size(sum(file.stat().st_size for file in files), len(files), options.seq)
-        if options.trace is not None:
+        if options.trace:
             make_folder(options.trace)
         if options.plan:
             plan_of(options, ranks, choose_device(options.device))
@@ -281,8 +281,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--trace",
         metavar="FOLDER",
+        nargs="?",
+        const="",
         help="trace steps 3 to 7 after the start on every rank: a file a rank, and trace.json with "
-        "all of them, for ui.perfetto.dev; prints what rank 0 waited for",
+        "all of them, for ui.perfetto.dev (default: in trace/ of --out); prints what rank 0 waited "
+        "for",
     )
     output.add_argument(
         "--plan",

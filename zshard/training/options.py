@@ -62,7 +62,7 @@ class TrainOptions:
     sample: int = 200  # bytes of generated text
     out: str | None = None  # None: a new folder
     resume: str | None = None
-    trace: str | None = None  # None: no trace
+    trace: str | None = None  # None: no trace; "": in the run's folder
     plan: bool = False
     machine: str | None = None  # that times are planned for; None: no times
 

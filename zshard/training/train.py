@@ -269,9 +269,10 @@ def _loop(run: Run, out: Path) -> bool:
     first = run.step + 1
     # None: no bar where the output is not a terminal.
     hidden = None if job.rank == 0 else True
+    folder = str(out / "trace") if options.trace == "" else options.trace
     with (
         tqdm(total=options.steps, initial=run.step, disable=hidden, unit="step") as bar,
-        StepTrace(job, run.model, options.trace) as traced,
+        StepTrace(job, run.model, folder) as traced,
     ):
         while run.step < options.steps and not job.stopping:
             traced.before_step()
