@@ -140,7 +140,13 @@ def test_fit_finds_the_least_sharding_and_the_fewest_devices() -> None:
             row = plan.with_strategy(name)
             assert row.with_world_size(devices).peak <= 80e9
             assert devices == 1 or row.with_world_size(devices - 1).peak > 80e9
-    assert plan.fit(1e9).strategy is None
+    lines = str(fit).splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == STRATEGIES
+    assert [line.split()[1] == "*" for line in lines[1:5]] == [False, True, False, False]
+    assert lines[0].endswith("fits    fewest devices")
+    assert lines[2].split()[-2:] == ["yes", str(fit.devices["zero1"])]
+    assert lines[5:] == ["Into 80 GB over 8 ranks: zero1 fits."]
+    assert plan.fit(1e9).strategy is None and "*" not in str(plan.fit(1e9))
     for hbm in (0, -1.0, float("nan")):
         with pytest.raises(zshard.InputError, match="hbm="):
             plan.fit(hbm)

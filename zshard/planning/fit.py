@@ -39,6 +39,12 @@ class Fit:
     recomputed: dict[str, Plan] = field(repr=False)
     devices: dict[str, int | None]
 
+    def __str__(self) -> str:
+        """A line for each strategy, the one that fits marked *."""
+        from .report import compare  # not above: it is made of fits
+
+        return compare(self)
+
     def to_dict(self) -> dict[str, object]:
         """As ``zshard plan --json`` prints it, in bytes."""
         return {

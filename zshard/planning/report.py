@@ -33,11 +33,11 @@ def report(plan: Plan, fit: Fit | None, title: str) -> str:
     """A plan as ``zshard plan`` prints it; sizes in GB, or MB if its peak is below one."""
     sent = sum(each.bytes * each.count for each in plan.collectives)
     count = sum(each.count for each in plan.collectives)
-    scale = _GB if plan.peak >= 1e9 else _MB
+    scale = _scale(plan)
     lines = [
         f"{title}, over {plan.world_size} ranks: {plan.parameters:,} parameters in "
         f"{len(plan.units)} unit{'s' * (len(plan.units) > 1)}",
-        _table(plan, fit, scale),
+        _table(plan, fit, scale, marked=plan.strategy),
         f"A rank sends {scale.text(sent)} {scale.name} a step in {count} collectives "
         f"({plan.strategy}).",
     ]
@@ -58,6 +58,16 @@ def report(plan: Plan, fit: Fit | None, title: str) -> str:
     if fit is not None:
         lines += ["", _verdict(fit, plan)]
     return "\n".join(lines)
+
+
+def compare(fit: Fit) -> str:
+    """What fits, strategy by strategy."""
+    plan = fit.plans[fit.strategy or STRATEGIES[-1]]
+    return f"{_table(plan, fit, _scale(plan), marked=fit.strategy)}\n{_verdict(fit, plan)}"
+
+
+def _scale(plan: Plan) -> _Scale:
+    return _GB if plan.peak >= 1e9 else _MB
 
 
 def _times(plan: Plan) -> str:
@@ -94,7 +104,7 @@ def _verdict(fit: Fit, plan: Plan) -> str:
     return f"Into {fit.hbm / 1e9:,.4g} GB over {plan.world_size} ranks: {best}."
 
 
-def _table(plan: Plan, fit: Fit | None, scale: _Scale) -> str:
+def _table(plan: Plan, fit: Fit | None, scale: _Scale, marked: str | None) -> str:
     """A line for each strategy."""
     timed = plan.timeline is not None
     heads = [f"{scale.name} ({scale.power}) a rank", *_KINDS]
@@ -106,7 +116,7 @@ def _table(plan: Plan, fit: Fit | None, scale: _Scale) -> str:
         row = plan.with_strategy(name)
         sizes = [getattr(row.holding, kind) for kind in _KINDS]
         sizes += [row.buffers.full, row.buffers.reduce, row.activations.bytes, row.peak]
-        line = [name + (" *" if name == plan.strategy else "")]
+        line = [name + (" *" if name == marked else "")]
         line += [scale.text(nbytes) for nbytes in sizes]
         if row.timeline is not None:
             line += [f"{row.timeline.seconds * 1e3:,.1f}", f"{row.timeline.exposed * 1e3:,.1f}"]
