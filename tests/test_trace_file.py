@@ -178,10 +178,15 @@ def plotted(rank: int, world_size: int, folder: str) -> None:
     trace.plot(Path(folder) / f"{rank}.png")
 
 
-def test_a_trace_is_drawn(tmp_path: Path) -> None:
+def test_a_trace_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(plotted, 2, str(tmp_path))
-    for rank in range(2):
-        assert (tmp_path / f"{rank}.png").read_bytes().startswith(b"\x89PNG\r\n")
+    monkeypatch.chdir(tmp_path)
+    model, step = trained()
+    with zshard.trace(model) as trace:
+        step(0, 2)
+    trace.plot()
+    for name in ("0.png", "1.png", "trace.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n")
 
 
 def test_without_matplotlib_the_plot_says_what_to_install(

@@ -108,7 +108,7 @@ class Trace:
         self._require_ended("summary")
         return summarize(self)
 
-    def plot(self, path: StrPath) -> None:
+    def plot(self, path: StrPath = "trace.png") -> None:
         """Draw the timeline into a PNG file: a row a stream, a colour a phase.
 
         Raises:
