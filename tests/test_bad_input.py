@@ -8,7 +8,6 @@ graphs and exceptions, tests/test_freezing.py requires_grad, tests/test_params.p
 from __future__ import annotations
 
 import dataclasses
-import gc
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -146,11 +145,14 @@ def test_a_kept_reference_is_an_error_on_one_rank_too() -> None:
     kept_weight(0, 1, "zero3")
 
 
-def test_an_optimizer_over_a_copys_parameters_is_refused_at_its_step() -> None:
-    gc.collect()  # the models of tests before
-    optimizer = zshard.AdamW(Blocks().parameters())
+@pytest.mark.parametrize("kind", [zshard.AdamW, torch.optim.AdamW])
+def test_an_optimizer_over_a_copys_parameters_is_refused_at_its_step(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    optimizer = kind(Blocks().parameters())
+    models.loss_of(zshard.wrap(Blocks()), batch(0, 0)).backward()  # of a model that is dropped
     model = zshard.wrap(Blocks())
-    optimizer.step()  # nobody has gradients: nothing to do, as in torch
+    optimizer.step()  # no model that is used has gradients: nothing to do, as in torch
     models.loss_of(model, batch(0, 0)).backward()
     with pytest.raises(zshard.OptimizerError, match=r"was given a copy's"):
         optimizer.step()

@@ -19,7 +19,7 @@ from ..sharded.slices import own_slice
 from ..step.updates import note_step
 from .buckets import has_grad
 from .fused import FusedOptimizer
-from .stand_ins import refuse_lost_step
+from .stand_ins import refuse_lost_step, refuse_parameters_of_a_copy
 
 # What of a group says how a step is computed, and not which step.
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -43,11 +43,13 @@ def _before_step(
     """
     # A closure runs the last backward of the step, which may be the one that reduces.
     has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            refuse_lost_step(param, has_closure=has_closure)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        refuse_lost_step(param, has_closure=has_closure)
     if isinstance(optimizer, FusedOptimizer):
         return
+    if not has_closure:
+        refuse_parameters_of_a_copy(params)
     settings: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         sharded = [param for param in group["params"] if isinstance(param, Sharded)]

@@ -6,6 +6,7 @@ at any more once the context has ended. An optimizer over them would change noth
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -104,6 +105,9 @@ def refuse_parameters_of_a_copy(params: Sequence[torch.Tensor]) -> None:
     """
     if any(isinstance(p, Sharded) or p.grad is not None for p in params):
         return
+    if _wrapped_like(params) is None:
+        return
+    gc.collect()  # which frees a model that was dropped, and has gradients until then
     if model := _wrapped_like(params):
         raise OptimizerError(
             f"none of this optimizer's {len(params)} parameters is sharded or has a gradient, "
