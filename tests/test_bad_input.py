@@ -56,9 +56,9 @@ def replace_parameter(model: nn.Module) -> object:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (append_block, r"ModuleList 'blocks' has other modules or parameters"),
-        (replace_block, r"ModuleList 'blocks' has other modules or parameters"),
-        (add_parameter, r"Block 'blocks\.0' has other modules or parameters"),
+        (append_block, r"ModuleList 'blocks' has other modules or parameters.*\(3\)"),
+        (replace_block, r"ModuleList 'blocks' has other modules or parameters.*\(1\)"),
+        (add_parameter, r"Block 'blocks\.0' has other modules or parameters.*\(scale\)"),
         (replace_parameter, r"weight \(weight of a Linear\) was replaced after zshard\.wrap"),
     ],
 )

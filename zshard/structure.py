@@ -11,9 +11,9 @@ class Structure:
     """The modules of a model as they were when it was wrapped."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Every module with its name, its children, and the number of its parameters.
+        # Every module with its name, its children, and its parameters' names.
         self._built = [
-            (name, module, list(module._modules.values()), len(module._parameters))
+            (name, module, dict(module._modules), set(module._parameters))
             for name, module in model.named_modules()
         ]
 
@@ -21,12 +21,14 @@ class Structure:
         """Make sure that nothing was added, removed or put in another's place.
 
         Raises:
-            WrapError: with the module that has changed.
+            WrapError: with the module that has changed, and what of it.
         """
-        for name, module, children, count in self._built:
-            if list(module._modules.values()) != children or len(module._parameters) != count:
+        for name, module, children, params in self._built:
+            if module._modules != children or module._parameters.keys() != params:
+                others = {k for k, _ in module._modules.items() ^ children.items()}
+                others |= module._parameters.keys() ^ params
                 raise WrapError(
                     f"{type(module).__name__} {name or 'root'!r} has other modules or parameters "
-                    "than when it was wrapped; those would not be trained together. Change the "
-                    "model before zshard.wrap."
+                    f"than when it was wrapped ({', '.join(sorted(others))}); those would not be "
+                    "trained together. Change the model before zshard.wrap."
                 )
