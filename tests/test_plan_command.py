@@ -101,10 +101,10 @@ def test_the_command_measures_this_machine_and_plans_with_it(
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
     monkeypatch.setattr("bench_machine._ROUNDS", 1)  # what it finds is not looked at closely
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "machine.json"
     options = ("--world", 2, "--batch", "1x64", "--backend", "gloo")
-    calibrate = ("--calibrate", path)
-    done = command("gpt:tiny", *options, *calibrate, "--json")
+    done = command("gpt:tiny", *options, "--calibrate", "--json")
     assert done.returncode == 0, done.stderr
     measured = zshard.Machine.of(path)
     assert measured.facts["ranks"] == 2 and measured.sums_on_host
@@ -117,7 +117,8 @@ def test_the_command_measures_this_machine_and_plans_with_it(
     )
     assert printed["step_seconds"] == expected.step_seconds
     assert {each["change"] for each in printed["alternatives"]} >= {"split master", "strategy ddp"}
-    refused = command("--world", torch.cuda.device_count() + 1, "--backend", "nccl", *calibrate)
+    options = ("--world", torch.cuda.device_count() + 1, "--backend", "nccl")
+    refused = command(*options, "--calibrate", tmp_path / "other.json")
     assert refused.returncode == 2 and "NCCL needs a GPU a rank" in refused.stderr
 
 

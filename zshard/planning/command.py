@@ -112,8 +112,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="FILE",
-        help="measure this machine while N ranks work on it, write FILE for --machine, and plan "
-        "with it",
+        nargs="?",
+        const="machine.json",
+        help="measure this machine while N ranks work on it, write FILE (machine.json if none is "
+        "named) for --machine, and plan with it",
     )
 
 
