@@ -180,15 +180,17 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     )
     parser.add_argument(
         "--against",
-        choices=PEERS,
-        default=list(PEERS),
-        nargs="*",
-        help="with spaces between; no name: zshard alone (default: all)",
+        metavar="PEER,...",
+        default=",".join(PEERS),
+        help=f"of {', '.join(PEERS)}; or none: zshard alone; default: all",
     )
     parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
     parser.add_argument("--steps", type=positive, default=_STEPS, help=f"default: {_STEPS}")
     arguments = parser.parse_args(argv)
     check(parser, arguments)
+    peers = [] if arguments.against == "none" else arguments.against.split(",")
+    if unknown := [name for name in peers if name not in PEERS]:
+        parser.error(f"--against {unknown[0]!r} is none of {', '.join(PEERS)}, none")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else a rank prints that it counts allocations
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -206,7 +208,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         peer = Setting(model, tokens, "fp32", device)
         reports = [
             measure(peer if name == "ddp" else setting, name, arguments.ranks, arguments.steps)
-            for name in ("zshard", *arguments.against)
+            for name in ("zshard", *peers)
         ]
         case = f"{model} {tokens} tokens {precision}"
         print(table(case, reports), flush=True)

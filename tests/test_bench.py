@@ -59,6 +59,7 @@ def command(
         ("step --model 26m", "--model: invalid choice: '26m'"),
         ("step --precision fp64", "--precision: invalid choice: 'fp64'"),
         ("step --against fsdp2,fsdp3", "--against 'fsdp3' is none of fsdp2, fsdp1, ddp, zero1"),
+        ("memory --against fsdp2,zero1", "--against 'zero1' is none of fsdp2, fsdp1, ddp, none"),
         ("step --zshard zero3,zero4", "--zshard 'zero4': 'zero4' is none of zero3"),
         ("step --zshard prefetch=-1", "'prefetch=-1' is none of"),
         ("step --zshard zero3+reduce=fp8", "'reduce=fp8' is none of"),
