@@ -146,19 +146,39 @@ def test_a_scaled_step_is_skipped_where_the_norm_of_finite_gradients_has_overflo
     assert scaler.get_scale() == 2.0**99
 
 
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_a_fused_optimizer_that_would_divide_16_bit_gradients_is_refused(reduce: str) -> None:
-    model, _ = backward(REDUCE[reduce])
+@pytest.mark.parametrize("param", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16])
+def test_a_fused_optimizer_that_would_divide_16_bit_gradients_is_refused(
+    param: torch.dtype, reduce: torch.dtype
+) -> None:
+    model = zshard.wrap(nn.Linear(3, 2).to(param), precision=zshard.Precision(reduce=reduce))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = zshard.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.zeros(()))  # what makes its scale
-    if reduce == "fp32":
-        scaler.step(optimizer)
-        return
+    scaler.scale(model(torch.ones(4, 3, dtype=param)).float().sum()).backward()
     before = zshard.state_dict(model)
-    with pytest.raises(zshard.OptimizerError, match=r"inlet\.weight.* is torch\.bfloat16"):
+    with pytest.raises(zshard.OptimizerError, match=rf"torch\.float32, .*'weight' is {reduce}"):
         scaler.step(optimizer)
     assert all(map(torch.equal, zshard.state_dict(model).values(), before.values()))
+
+
+@pytest.mark.parametrize("param", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_fused_optimizer_divides_fp32_gradients_whatever_the_parameters_are(
+    param: torch.dtype,
+) -> None:
+    found = []
+    for unscale in (False, True):
+        torch.manual_seed(0)
+        model = zshard.wrap(
+            nn.Linear(3, 2).to(param), precision=zshard.Precision(reduce=torch.float32)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+        scaler = zshard.GradScaler("cpu", init_scale=2.0**5)
+        scaler.scale(model(torch.ones(4, 3, dtype=param)).float().sum()).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        found.append(zshard.local_shards(model)["weight"])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("wrong", [10**400, torch.tensor(1j)])

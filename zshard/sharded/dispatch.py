@@ -251,8 +251,8 @@ def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[
             if id(x) not in written:
                 return x.seen()
             local = x.local
-            if op.name.startswith("aten::_fused_") and local.dtype != x.dtype:
-                refuse_to_divide(op.name, x, local.dtype)
+            if op.name.startswith("aten::_fused_") and local.dtype != x.flat.dtypes.master:
+                refuse_to_divide(op.name, x)
             return local
         if isinstance(x, Sharded):
             return x.local
