@@ -114,9 +114,12 @@ class Sharded(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is not self:
-            if value.dtype != self.dtype or value.device != self.device:
+            # A sharded one names its model's device; empty_like may have put it on another one.
+            local = value._local if isinstance(value, Sharded) else None
+            device = value.device if local is None else local.device
+            if value.dtype != self.dtype or device != self.device:
                 raise StateError(
-                    f"{self.fqn}: .data = a tensor of {value.dtype} on {value.device} would change "
+                    f"{self.fqn}: .data = a tensor of {value.dtype} on {device} would change "
                     f"{self.dtype} on {self.device}, which is fixed by zshard.wrap"
                 )
             if self._is_param:
