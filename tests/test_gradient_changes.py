@@ -73,9 +73,35 @@ def test_an_alias_sees_a_later_clip_and_writes_past_it(reduce: str) -> None:
     zshard.clip_grad_norm_(model, 1e-2)
     whole = zshard.full_grad(model, "inlet.weight")
     assert whole is not None
-    assert torch.equal((alias * 1.0).local, whole.reshape(-1))
+    assert torch.equal((alias * 1.0).local.to(whole.dtype), whole.reshape(-1))
     alias.fill_(1.0)
     assert torch.equal(zshard.full_grad(model, "inlet.weight"), torch.ones_like(whole))
+
+
+def clipped_step(rank: int, world_size: int, strategy: str, read: bool) -> list[Tensor]:
+    """Whole parameters after a clipped step of 16-bit gradients, and one read of these before."""
+    precision = zshard.Precision.bf16(reduce=torch.bfloat16)
+    model = zshard.wrap(models.build("blocks"), strategy=strategy, precision=precision)
+    optimizer = zshard.SGD(model.parameters(), lr=1.0)
+    models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
+    whole = zshard.full_grad(model, "inlet.weight")
+    assert whole is not None
+    factor = 1e-2 / zshard.clip_grad_norm_(model, 1e-2)
+    if read:
+        found = zshard.full_grad(model, "inlet.weight")
+        torch.testing.assert_close(found, whole * factor, rtol=2**-7, atol=0)
+    optimizer.step()
+    return [zshard.full_param(model, name) for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_read_of_a_clipped_gradient_changes_nothing(world_size: int, strategy: str) -> None:
+    expected = run_ranks(clipped_step, world_size, strategy, False)
+    for after, without in zip(
+        run_ranks(clipped_step, world_size, strategy, True), expected, strict=True
+    ):
+        assert all(map(torch.equal, after, without))
 
 
 def test_an_alias_of_a_gradient_that_no_sync_held_back_as_it_was_dropped_has_no_values() -> None:

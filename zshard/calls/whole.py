@@ -90,8 +90,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
                 f"{call}: {schedule.comm.names(missing)} have dropped the gradient (zero_grad, "
                 ".grad = None), while the others still have it. Drop it on every rank"
             )
-        flat.grads.before_access(index)
-        full = all_gather(flat, flat.grads.owned())
+        full = all_gather(flat, flat.grads.seen(index))
     return _whole(flat, index, full)
 
 

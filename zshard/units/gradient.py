@@ -152,6 +152,18 @@ class Gradients:
         self._reducer.read_outcome()
         return self._reducer.grad_scale
 
+    def seen(self, index: int) -> torch.Tensor:
+        """(O,) reduce dtype: ``owned`` as a reader of gradient ``index`` sees it.
+
+        Raises:
+            StateError: as ``before_look``.
+        """
+        scale = self.before_look(index)
+        if scale is None:
+            return self.owned()
+        master = self._flat.dtypes.master
+        return (self.owned().to(master) * scale.to(master)).to(self._flat.dtypes.reduce)
+
     def _apply_scale(self, index: int) -> None:
         self._refuse_fp16(index)
         for flat in self._flat.schedule.flats:  # it applies to all of them
