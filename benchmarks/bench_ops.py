@@ -157,9 +157,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     device, effort = torch.device(arguments.device), Effort.of(arguments.quick)
-    chosen = [case for case in cases(device, arguments.quick) if arguments.only in case.name]
+    found = cases(device, arguments.quick)
+    chosen = [case for case in found if arguments.only in case.name]
     if not chosen:
-        parser.error(f"--only {arguments.only!r}: no case has a name that holds it")
+        begin = ", ".join(sorted({case.name.split()[0] for case in found}))
+        parser.error(f"--only {arguments.only!r}: no case's name holds it; names begin {begin}")
     facts = describe(device)
     print(headline(facts))
     refused = [f"{name}: no optimizer step, for want of memory" for name in too_large(device)]

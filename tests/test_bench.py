@@ -45,7 +45,7 @@ def command(
         ("", "required: benchmark"),
         ("memories", "invalid choice: 'memories'"),
         ("ops --threads 0", "--threads: 0: it has to be a whole number, 1 or more"),
-        ("ops --only nothing", "--only 'nothing': no case has a name that holds it"),
+        ("ops --only nothing", "no case's name holds it; names begin adamw, cast, gather, pack, "),
         ("ops --plot bars.pdf", "bars.pdf: the file's name has to end with .png"),
         ("ops --json .", "--json .: name a file"),
         ("ops --json README.md/x/a.json", "README.md/x cannot be made"),
