@@ -77,9 +77,8 @@ class Sharded(torch.Tensor):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    # Not to be set: an attribute of the user's of such a name is an error. (It would hide a method,
-    # so those have names with an underscore.) They are read for every parameter in every step, so
-    # by C alone.
+    # Not to be set: an attribute of the user's of such a name is an error. (It would hide a method:
+    # those begin with an underscore.) Read for every parameter in every step, so by C alone.
     flat: Flat = property(attrgetter("_flat"))  # type: ignore[assignment]
     # Index of its segment in the flat buffer.
     segment: int = property(attrgetter("_segment"))  # type: ignore[assignment]
