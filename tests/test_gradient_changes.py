@@ -182,8 +182,11 @@ def test_a_fused_optimizer_that_would_divide_16_bit_gradients_is_refused(
     scaler = zshard.GradScaler("cpu", init_scale=1.0)
     scaler.scale(model(torch.ones(4, 3, dtype=param)).float().sum()).backward()
     before = zshard.state_dict(model)
-    with pytest.raises(zshard.OptimizerError, match=rf"torch\.float32, .*'weight' is {reduce}"):
+    with pytest.raises(
+        zshard.OptimizerError, match=rf"torch\.float32, .*'weight' is {reduce}"
+    ) as refused:
         scaler.step(optimizer)
+    assert ("scaler.unscale_(optimizer)" in str(refused.value)) == (reduce == torch.bfloat16)
     assert all(map(torch.equal, zshard.state_dict(model).values(), before.values()))
 
 

@@ -98,10 +98,12 @@ def refuse_split(name: str, target: Sharded) -> NoReturn:
 def refuse_to_divide(name: str, grad: ShardedGrad) -> NoReturn:
     """Raise an OptimizerError, as ``name``, a fused optimizer, would divide in another dtype."""
     dtypes = grad.flat.dtypes
+    remedy = "Reduce in fp32, or use zshard's optimizers."
+    if dtypes.reduce != torch.float16:  # which is divided nowhere but in those
+        remedy += " Or call scaler.unscale_(optimizer) before scaler.step, or pass fused=False."
     raise OptimizerError(
         f"{name} divides gradients by the loss scale where they lie, in {dtypes.master}, but that "
-        f"of {grad.fqn!r} is {dtypes.reduce}. Call scaler.unscale_(optimizer) before scaler.step, "
-        "or pass fused=False; or reduce in fp32, or use zshard's optimizers."
+        f"of {grad.fqn!r} is {dtypes.reduce}. {remedy}"
     )
 
 
