@@ -11,9 +11,10 @@ class Structure:
     """The modules of a model as they were when it was wrapped."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Every module with its name, its children, and its parameters' names.
+        # Every module with its name, its children, and its parameters' names. (By items() and
+        # keys(): a module of TorchScript has no more.)
         self._built = [
-            (name, module, dict(module._modules), set(module._parameters))
+            (name, module, dict(module._modules.items()).items(), {*module._parameters.keys()})
             for name, module in model.named_modules()
         ]
 
@@ -24,9 +25,9 @@ class Structure:
             WrapError: with the module that has changed, and what of it.
         """
         for name, module, children, params in self._built:
-            if module._modules != children or module._parameters.keys() != params:
-                others = {k for k, _ in module._modules.items() ^ children.items()}
-                others |= module._parameters.keys() ^ params
+            if module._modules.items() != children or len(module._parameters) != len(params):
+                others = {child for child, _ in module._modules.items() ^ children}
+                others |= params ^ {*module._parameters.keys()}
                 raise WrapError(
                     f"{type(module).__name__} {name or 'root'!r} has other modules or parameters "
                     f"than when it was wrapped ({', '.join(sorted(others))}); those would not be "
