@@ -103,6 +103,39 @@ def run(case: Case, device: torch.device, effort: Effort, replay: bool) -> Resul
                 torch.cuda.empty_cache()
 
 
+def run_all(
+    todo: Sequence[tuple[Case, bool]],  # and whether it is replayed from a graph
+    device: torch.device,
+    effort: Effort,
+    results: list[Result],
+    refused: list[str],
+) -> bool:
+    """Measure ``todo``; whether none failed. SIGINT and SIGTERM end it, and are ignored from then.
+
+    What has been measured is in ``results``, whatever becomes of the rest, which ``refused`` names.
+    """
+    whole = True
+    for ending in _ENDINGS:
+        signal.signal(ending, lambda number, _: sys.exit(signal.Signals(number).name))
+    try:
+        progress = tqdm(todo, unit="case", disable=None)
+        for case, replay in progress:
+            progress.set_postfix_str(case.name)
+            try:
+                results.append(run(case, device, effort, replay))
+            except NotCapturable as error:
+                refused.append(f"{case.name}: not replayed: {error}")
+            except Exception as error:
+                whole = False
+                refused.append(f"FAILED: {case.name}: {type(error).__name__}: {error}")
+    except SystemExit as ended:
+        whole = False
+        refused.append(f"FAILED: ended by {ended} in {case.name}; what follows it was not run")
+    for ending in _ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
+    return whole
+
+
 def _sets(nbytes: int, device: torch.device) -> int:
     """Buffer sets that a side takes in turn: on CUDA, so many that no cache holds one's."""
     if device.type == "cpu":
@@ -168,26 +201,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     # Replays last: a capture that fails may take what comes after it with it.
     modes = (False, True) if device.type == "cuda" else (False,)
     results = [ceiling(device, effort, mode) for mode in modes]
-    progress = tqdm([(case, mode) for mode in modes for case in chosen], unit="case", disable=None)
-    failed = False
-    # What has been measured is kept, whatever becomes of the rest.
-    for ending in _ENDINGS:
-        signal.signal(ending, lambda number, _: sys.exit(signal.Signals(number).name))
-    try:
-        for case, replay in progress:
-            progress.set_postfix_str(case.name)
-            try:
-                results.append(run(case, device, effort, replay))
-            except NotCapturable as error:
-                refused.append(f"{case.name}: not replayed: {error}")
-            except Exception as error:
-                failed = True
-                refused.append(f"FAILED: {case.name}: {type(error).__name__}: {error}")
-    except SystemExit as ended:
-        failed = True
-        refused.append(f"FAILED: ended by {ended} in {case.name}; what follows it was not run")
-    for ending in _ENDINGS:
-        signal.signal(ending, signal.SIG_IGN)  # no longer: what is there is written next
+    todo = [(case, mode) for mode in modes for case in chosen]
+    whole = run_all(todo, device, effort, results, refused)
     print(table(results), shares(results), *refused, sep="\n\n")
     print(f"{effort.rounds} rounds after {effort.warmups} warm-ups. {_NOT_RUN}")
     if arguments.quick:
@@ -200,7 +215,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
         "results": [result.as_json() for result in results],
     }
     write(arguments, report, partial(draw, results, facts))
-    if failed:
+    if not whole:
         sys.exit(1)
 
 
