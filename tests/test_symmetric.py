@@ -220,36 +220,41 @@ def test_what_is_lent_shares_extents_and_overlaps_nothing() -> None:
 
 
 class Stingy(Double):
-    """It gives one rank no large extent."""
+    """It gives one rank no extent of more than ``most`` bytes."""
 
-    def __init__(self, rank: int, where: str) -> None:
+    def __init__(self, rank: int, where: str, most: int) -> None:
         super().__init__()
-        self._rank, self._where = rank, where
+        self._refused, self._most = (rank, where), most
 
-    def refuse(self, where: str, nbytes: int, ranks: Ranks) -> None:
-        if (ranks.rank, where) == (self._rank, self._where) and nbytes > 4 << 20:
+    def refuse(self, where: str, nbytes: int) -> None:
+        if (dist.get_rank(), where) == self._refused and nbytes > self._most:
             raise RuntimeError(f"no {where}")
 
     def allocate(self, nbytes: int, ranks: Ranks) -> torch.Tensor:
-        self.refuse("allocate", nbytes, ranks)
+        self.refuse("allocate", nbytes)
         return super().allocate(nbytes, ranks)
 
     def join(self, own: torch.Tensor, ranks: Ranks) -> Joined:
         extent = super().join(own, ranks)
-        self.refuse("join", own.numel(), ranks)
+        self.refuse("join", own.numel())
         return extent
 
 
-def without_memory(rank: int, world_size: int, where: str) -> str:
-    take(Stingy(1, where))
+def without_memory(rank: int, world_size: int, where: str, mesh: tuple[int, ...], most: int) -> str:
+    take(Stingy(1, where, most))
+    model = torch.nn.Linear(2048, 2048)
     with pytest.raises(zshard.WrapError) as raised:
-        zshard.wrap(torch.nn.Linear(2048, 2048), comm="peer")
+        zshard.wrap(model, comm="peer", mesh=init_device_mesh("cpu", mesh))
+    dist.barrier()  # the end of a rank would tell the others as well
     return str(raised.value)
 
 
-@pytest.mark.parametrize("where", ["allocate", "join"])
-def test_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(where: str) -> None:
-    for said in run_ranks(without_memory, 2, where):
+@pytest.mark.parametrize("most", [0, 4 << 20])
+@pytest.mark.parametrize(("where", "mesh"), [("allocate", (2,)), ("join", (2,)), ("join", (2, 2))])
+def test_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(
+    where: str, mesh: tuple[int, ...], most: int
+) -> None:
+    for said in run_ranks(without_memory, 2 * len(mesh), where, mesh, most, timeout=20):
         assert said.startswith("rank 1: no symmetric memory of ")
         assert f"comm='peer': no {where}" in said and "comm='group'" in said
 

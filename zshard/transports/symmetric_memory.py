@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..errors import WrapError
 from .arena import Arena, Extent, Window
 from .control import timeout_of
 from .groups import Ranks
+from .shared import NoSharedMemory
 
 _Made = TypeVar("_Made")
 # At least: a mapping of GPU memory is a multiple of 2 MiB, some of which torch keeps for signals.
@@ -69,7 +69,7 @@ class SymmetricArena(Arena[Window]):
     """Windows in symmetric memory.
 
     Raises:
-        WrapError: on every rank, if there is none on any.
+        NoSharedMemory: on every rank, if there is none on any.
     """
 
     def __init__(self, ranks: Ranks, allocator: Allocator) -> None:
@@ -100,7 +100,7 @@ class SymmetricArena(Arena[Window]):
             problem = str(error) or type(error).__name__
         if (found := self._ranks.first_problem(problem)) is not None:
             who, what = found
-            raise WrapError(
+            raise NoSharedMemory(
                 f"{who}: no symmetric memory of {nbytes} bytes for "
                 f"comm='peer': {what}. Every rank needs a GPU of its own on one host, which "
                 "CUDA_VISIBLE_DEVICES does not hide from the others; or pass comm='group'."

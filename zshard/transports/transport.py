@@ -164,11 +164,11 @@ def _reached(ranks: Ranks) -> tuple[Ranks | None, Refusal | None]:
     if (found := ranks.first_problem(problem)) is not None:
         who, what = found
         return None, Refusal("WrapError", f"{who}: {what}")
-    if device.type == "cuda":  # a barrier's timeout tells that a rank is missing
-        return SymmetricRanks(group, device), None
-    assert processes is not None
     try:
+        if device.type == "cuda":  # a barrier's timeout tells that a rank is missing
+            return SymmetricRanks(group, device), None
+        assert processes is not None
         there = per_group(group).neighbours = Neighbours(ranks, group, processes)
+        return PeerRanks(group, device, there), None
     except NoSharedMemory as error:
         return None, Refusal.of(error)
-    return PeerRanks(group, device, there), None
