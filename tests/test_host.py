@@ -179,6 +179,37 @@ def test_models_over_the_same_ranks_share_the_hosts_group() -> None:
     assert run_ranks(groups_made, 2) == [[1, 1]] * 2
 
 
+def unreached(rank: int, world_size: int, over: str) -> str:
+    """Ranks of NCCL that do not find each other, by it or by gloo."""
+
+    def duplicate(*_: object) -> None:
+        raise dist.DistBackendError("Duplicate GPU detected")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "_backend_name", lambda group, device: "nccl")
+        if over == "gloo":
+            patch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+        else:
+            patch.setattr(dist, "all_reduce", duplicate)
+        with pytest.raises(zshard.CommError) as caught:
+            zshard.wrap(Blocks())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("over", "cause", "remedy"),
+    [
+        ("nccl", "Duplicate GPU detected", "a GPU of its own"),
+        ("gloo", "nowhere", "GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_ranks_of_gpus_that_do_not_reach_each_other_are_told_what_to_set(
+    over: str, cause: str, remedy: str
+) -> None:
+    for said in run_ranks(unreached, 2, over):
+        assert "ranks [0, 1]" in said and cause in said and remedy in said
+
+
 def test_a_lane_that_goes_makes_the_compute_stream_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         device = torch.device("cpu")

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from ..errors import CommError
+
 # One for each set of ranks, however many models are wrapped over it, as long as the default group
 # lives: a gloo group holds threads and sockets, and nothing would end one made for a single model.
 _GROUPS: WeakKeyDictionary[
@@ -59,13 +61,31 @@ def control_group(beside: dist.ProcessGroup, device: torch.device) -> dist.Proce
     """A gloo group of the ranks of ``beside``, the group for ``device``, with its timeout.
 
     All of the ranks have to ask for it.
+
+    Raises:
+        CommError: if they do not reach each other, by the one backend or the other.
     """
     ranks = tuple(dist.get_process_group_ranks(beside))
     timeout = timeout_of(beside, device)
     assert dist.group.WORLD is not None
     groups = _GROUPS.setdefault(dist.group.WORLD, {})
     if (ranks, timeout) not in groups:
-        made = torch.tensor([groups_made()], device=device)
-        dist.all_reduce(made, dist.ReduceOp.MAX, beside)
-        groups[ranks, timeout] = make_group(ranks, timeout, int(made))
+        try:
+            made = torch.tensor([groups_made()], device=device)
+            dist.all_reduce(made, dist.ReduceOp.MAX, beside)
+            most = int(made)
+        except RuntimeError as error:
+            raise CommError(
+                f"the first collective of ranks {[*ranks]}, on {device} of this one, failed: "
+                f"{error}. Every rank needs a GPU of its own: torch.cuda.set_device(...) and "
+                "model.to(...) it before zshard.wrap."
+            ) from error
+        try:
+            groups[ranks, timeout] = make_group(ranks, timeout, most)
+        except RuntimeError as error:
+            raise CommError(
+                f"ranks {[*ranks]} do not reach each other over gloo, by which their hosts tell "
+                f"each other what the GPUs are to do: {error}. Name the network interface that "
+                "the hosts share in the environment variable GLOO_SOCKET_IFNAME."
+            ) from error
     return groups[ranks, timeout]
