@@ -97,3 +97,21 @@ def without_a_backend(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_process_group_without_a_backend_for_the_parameters_is_refused(tmp_path: Path) -> None:
     run_ranks(without_a_backend, 1, str(tmp_path), group=False)
+
+
+def on_a_device_of_its_own(rank: int, world_size: int) -> str:
+    """Rank 1's model is where the process group has no backend."""
+    model = nn.Linear(7, 1, bias=False)
+    if rank == 1:
+        _setup_privateuseone_for_python_backend("other")
+        model.weight = nn.Parameter(torch._C._acc.create_empty_tensor((1, 7), torch.float32))
+    with pytest.raises(zshard.WrapError) as caught:
+        zshard.wrap(model)
+    assert type(model.weight) is nn.Parameter
+    return str(caught.value)
+
+
+def test_all_ranks_hear_of_one_whose_device_the_process_group_has_no_backend_for() -> None:
+    others, own = run_ranks(on_a_device_of_its_own, 2)
+    assert "has no backend for other:0, where the parameters are" in own
+    assert others == f"rank 1: {own}"

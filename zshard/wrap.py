@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
@@ -23,6 +24,8 @@ from .step.debts import settle
 from .step.module_buffers import persistent_buffers
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
+from .transports.groups import require_backends
+from .transports.mesh import groups_of
 from .transports.refusal import together
 from .transports.transport import Transport, meet_in_one_place
 from .unit import Unit
@@ -134,11 +137,11 @@ def wrap(
         if device is not None:
             move(model, device)
         survey = _survey(model, units, ignored, strategy, precision)
+        where = survey.device or default_device(device, mesh)
+        require_backends(groups_of(mesh)[:2], where)
     except Exception as error:
         failure = error  # for the other ranks to know, who are about to meet this one
-        where = _device_of(model) or default_device(None, mesh)
-    else:
-        where = survey.device or default_device(device, mesh)
+        where = _meeting_place(model, mesh)
     # With the other ranks: they wrap the same. Raises on every rank if one of them has failed.
     collectives = Comm(mesh, where, comm, failure)
     assert survey is not None
@@ -192,6 +195,16 @@ def _check_model(model: object) -> None:
     if isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
         kind = type(model).__name__
         raise WrapError(f"zshard.wrap takes the plain module that this {kind} was made of")
+
+
+def _meeting_place(model: object, mesh: dist.ProcessGroup | DeviceMesh | None) -> torch.device:
+    """Where the other ranks meet this one, of whose model they have to be told."""
+    there = _device_of(model)
+    if there is not None:
+        with suppress(WrapError):
+            require_backends(groups_of(mesh)[:2], there)
+            return there
+    return default_device(None, mesh)
 
 
 def _device_of(model: object) -> torch.device | None:

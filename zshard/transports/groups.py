@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -298,6 +298,17 @@ def _host() -> str:
         return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+def require_backends(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Make sure that ``groups`` reach other ranks' memory on devices like ``device``.
+
+    Raises:
+        WrapError: if one has no backend for it.
+    """
+    for group in groups:
+        if group is not None:
+            _backend_name(group, device)
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
