@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks
+from test_symmetric import Double, take
 
 import zshard
 from zshard.comm import Comm
 from zshard.tag import Tag
-from zshard.transports import processes
+from zshard.transports import groups, processes
 from zshard.transports.groups import Ranks
 from zshard.transports.messages import Together
 from zshard.transports.processes import Life, Processes
@@ -86,8 +87,12 @@ def test_a_rank_that_goes_early_ends_no_collective_of_the_others() -> None:
     assert run_ranks(outlasts, 3, timeout=30) == [6.0, 0.0, 6.0]
 
 
-def fails(rank: int, world_size: int) -> str:
-    comm = Comm(None, _CPU, "group")
+def fails(rank: int, world_size: int, over: str) -> str:
+    if over == "nccl":  # beside which the hosts talk over gloo
+        groups._backend_name = lambda group, device: "nccl"
+    if over == "symmetric memory":
+        take(Double())
+    comm = Comm(None, _CPU, "peer" if over == "symmetric memory" else "group")
     if rank == 1:
         return ""
     with pytest.raises(zshard.CommError) as raised:
@@ -96,8 +101,9 @@ def fails(rank: int, world_size: int) -> str:
     return str(raised.value)
 
 
-def test_an_error_of_gloo_names_the_rank_that_ended() -> None:
-    said = run_ranks(fails, 2, timeout=30)[0]
+@pytest.mark.parametrize("over", ["gloo", "nccl", "symmetric memory"])
+def test_an_error_of_gloo_names_the_rank_that_ended(over: str) -> None:
+    said = run_ranks(fails, 2, over, timeout=30)[0]
     assert "agree in gather of unit 'blocks.0' in step 3 failed: " in said
     assert "rank 1 (process " in said
     assert "has ended" in said
@@ -106,8 +112,6 @@ def test_an_error_of_gloo_names_the_rank_that_ended() -> None:
 
 def hosts(rank: int, world_size: int) -> list[bool]:
     """On two hosts, as far as the ranks can tell, nobody looks for processes."""
-    from zshard.transports import groups
-
     groups._host = lambda: f"host {rank % 2}"
     over = Ranks(dist.group.WORLD, _CPU)
     over.find_hosts()

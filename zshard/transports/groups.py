@@ -101,14 +101,15 @@ class Ranks:
     def find_hosts(self) -> None:
         """Learn from every rank whether all are on one host; see [Note: the ways of gloo].
 
-        There they see each other's processes; see [Note: a send that gloo forgets].
+        There they see each other's processes; see [Note: a send that gloo forgets], which is true
+        of what the hosts of GPUs tell each other, too.
         """
-        if self.in_memory or not self._gloo or self.group is None or self.size == 1:
+        if self.group is None or self.size == 1 or not (self._gloo or self.nccl):
             return
-        if len(set(self.all_gather_object(_host()))) > 1:
-            self._messenger = Messenger(self.group, self.rank, self.size)
-        else:
+        if len(set(self.all_gather_object(_host()))) == 1:
             self.found = find_each_other(self)
+        elif self._gloo:
+            self._messenger = Messenger(self.group, self.rank, self.size)
 
     @property
     def _processes(self) -> Processes | None:

@@ -45,6 +45,7 @@ class SymmetricRanks(InMemoryRanks[Window]):
         self, group: dist.ProcessGroup, device: torch.device, allocator: Allocator | None = None
     ) -> None:
         super().__init__(group, device)
+        self.find_hosts()  # in an object of its own: what it waits for goes through the group
         self.arena = SymmetricArena(weakref.proxy(self), allocator or TorchAllocator())
         self._read: dict[int, Mark] = {}  # by address: when the last gather of it had been read
         self._mailbox: torch.Tensor | None = None  # for what was not made by `empty`
