@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from ops_check import devices
 from ranks import run_ranks
+from test_peer import STRATEGIES, trained
+from test_symmetric import before_any_step, in_the_group, on_the_cpu
 from torch import Tensor
+from training import Record, assert_close, assert_same_bits
 
 from zshard.streams import Lane, compute_waits
 from zshard.transports.groups import Ranks
@@ -62,3 +66,36 @@ def test_collectives_on_a_lane(device: str) -> None:
         assert found["all_reduce, maximum=False"].tolist() == [sum(range(1, size + 1)), -2.0 * size]
         assert found["all_reduce, maximum=True"].tolist() == [size, -2.0]
         assert found["broadcast"].tolist() == [1.0] * 3
+
+
+def steps(rank: int, world_size: int, device: str, precision: str) -> list[list[Record]]:
+    """Of every strategy, by transport; on GPUs that are not the current one, but on rank 0."""
+    group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
+    here = f"cuda:{rank}" if device == "cuda" else "cpu"
+    return [
+        [
+            on_the_cpu(trained(rank, comm, strategy, precision, group, device=here)[0])
+            for strategy in STRATEGIES
+        ]
+        for comm in ("group", "peer")[:world_size]
+    ]
+
+
+@devices
+@pytest.mark.parametrize("precision", ["fp32", "bf16/bf16"])
+def test_steps_of_all_gpus_are_alike_in_every_strategy_and_over_both_transports(
+    device: str, precision: str
+) -> None:
+    size = torch.cuda.device_count() if device == "cuda" else 2
+    expected = run_ranks(in_the_group, size, precision)
+    found = run_ranks(steps, size, device, precision, timeout=120)
+    for by_transport, cpu in zip(found, expected, strict=True):
+        for records in by_transport:
+            for other in records[1:]:
+                assert_same_bits(other, records[0])
+            if size == 2 or precision != "fp32":  # else NCCL sums in an order of its own
+                assert_same_bits(records[0], by_transport[0][0])
+        if precision == "fp32":
+            assert_close(by_transport[0][0], cpu, 1e-3)
+        else:  # later steps may lead elsewhere: see test_symmetric.py
+            assert_close(before_any_step(by_transport[0][0]), before_any_step(cpu), 0.1)
