@@ -47,10 +47,10 @@ def test_wrap_names_what_it_does_not_take(
         zshard.wrap(make(), **options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_wrap_onto_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(zshard.InputError, match="device='cuda': torch finds no GPU here"):
-        zshard.wrap(nn.Linear(2, 2), device="cuda")
+def test_wrap_onto_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(zshard.InputError, match="device='cuda:2': torch finds 2 GPUs here"):
+        zshard.wrap(nn.Linear(2, 2), device="cuda:2")
 
 
 @pytest.mark.parametrize(

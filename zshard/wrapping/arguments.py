@@ -48,12 +48,15 @@ def check_arguments(
 
 def _type_of(device: torch.device | str) -> str:
     try:
-        kind = torch.device(device).type
+        asked = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r}: {error}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device={str(device)!r}: torch finds no GPU here")
-    return kind
+    if asked.type == "cuda" and (asked.index or 0) >= (count := torch.cuda.device_count()):
+        raise InputError(
+            f"device={str(device)!r}: torch finds {count} GPUs here, counted from 0 on each host; "
+            "a rank's number on its host is torch.distributed.get_node_local_rank()"
+        )
+    return asked.type
 
 
 def ignored_parameters(
