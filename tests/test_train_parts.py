@@ -109,6 +109,12 @@ def test_the_speed_of_a_step_is_told_with_what_it_waited(exposed: float | None, 
     assert step.speed == f"1,234 tokens/s, exposed communication {said}"
 
 
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match=r"rank 5 is number 2 on this machine .* has 2 GPUs"):
+        Job(Place(5, 8, 2), "cuda")
+
+
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,11 +70,21 @@ class Job:
     """
 
     def __init__(self, place: Place, device: str) -> None:
-        """Take the rank's device; join the process group where there are several ranks."""
+        """Take the rank's device; join the process group where there are several ranks.
+
+        Raises:
+            InputError: for a rank that has no GPU of its own.
+        """
         self.rank = place.rank
         self.world_size = place.world_size
         self.device = torch.device(device)
         if device == "cuda":
+            if place.local_rank >= (gpus := torch.cuda.device_count()):
+                raise InputError(
+                    f"rank {place.rank} is number {place.local_rank} on this machine (LOCAL_RANK, "
+                    f"or RANK where that is missing), which has {gpus} GPUs: start as many ranks "
+                    "on each machine as it has, or use --device cpu"
+                )
             self.device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
