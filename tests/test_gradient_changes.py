@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -78,7 +79,7 @@ def test_an_alias_sees_a_later_clip_and_writes_past_it(reduce: str) -> None:
     assert torch.equal(zshard.full_grad(model, "inlet.weight"), torch.ones_like(whole))
 
 
-def clipped_step(rank: int, world_size: int, strategy: str, read: bool) -> list[Tensor]:
+def clipped_step(rank: int, world_size: int, strategy: str, read: str) -> list[Tensor]:
     """Whole parameters after a clipped step of 16-bit gradients, and one read of these before."""
     precision = zshard.Precision.bf16(reduce=torch.bfloat16)
     model = zshard.wrap(models.build("blocks"), strategy=strategy, precision=precision)
@@ -87,9 +88,12 @@ def clipped_step(rank: int, world_size: int, strategy: str, read: bool) -> list[
     whole = zshard.full_grad(model, "inlet.weight")
     assert whole is not None
     factor = 1e-2 / zshard.clip_grad_norm_(model, 1e-2)
-    if read:
+    if read == "full_grad":
         found = zshard.full_grad(model, "inlet.weight")
         torch.testing.assert_close(found, whole * factor, rtol=2**-7, atol=0)
+    elif read == "deepcopy":
+        grad = model.get_parameter("inlet.weight").grad
+        assert torch.equal(copy.deepcopy(grad).local, (grad * 1.0).local)
     optimizer.step()
     return [zshard.full_param(model, name) for name, _ in model.named_parameters()]
 
@@ -97,11 +101,12 @@ def clipped_step(rank: int, world_size: int, strategy: str, read: bool) -> list[
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_read_of_a_clipped_gradient_changes_nothing(world_size: int, strategy: str) -> None:
-    expected = run_ranks(clipped_step, world_size, strategy, False)
-    for after, without in zip(
-        run_ranks(clipped_step, world_size, strategy, True), expected, strict=True
-    ):
-        assert all(map(torch.equal, after, without))
+    expected = run_ranks(clipped_step, world_size, strategy, "none")
+    for read in ("full_grad", "deepcopy"):
+        for after, without in zip(
+            run_ranks(clipped_step, world_size, strategy, read), expected, strict=True
+        ):
+            assert all(map(torch.equal, after, without)), read
 
 
 def test_an_alias_of_a_gradient_that_no_sync_held_back_as_it_was_dropped_has_no_values() -> None:

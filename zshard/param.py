@@ -208,7 +208,7 @@ class Sharded(torch.Tensor):
             f"{self.local_numel} of {self.numel()} elements on this rank"
         )
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Sharded:
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """A copy of the slice, of a tensor in a state_dict; a parameter is part of its model."""
         if self._is_param:
             raise ShardedAccessError(
@@ -216,8 +216,7 @@ class Sharded(torch.Tensor):
                 "flat buffers. Copy the plain model before zshard.wrap, its state_dict(), or take "
                 "whole tensors with zshard.state_dict(model)."
             )
-        copied = Sharded(self.local.clone(), self.flat, self.segment, dtype=self.dtype)
-        memo[id(self)] = copied
+        memo[id(self)] = copied = self.detach().clone()  # a look: it leaves a gradient as it is
         return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
