@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -109,12 +110,16 @@ def replace(p: Tensor) -> None:
     p.grad = torch.full(p.shape, 7.0)
 
 
+def replace_by_sparse(p: Tensor) -> None:
+    p.grad = torch.full(p.shape, 7.0).to_sparse()
+
+
 def drop_and_replace(p: Tensor) -> None:
     p.grad = None
     p.grad = torch.full(p.shape, 7.0)
 
 
-@pytest.mark.parametrize("change", [replace, drop_and_replace])
+@pytest.mark.parametrize("change", [replace, replace_by_sparse, drop_and_replace])
 def test_a_gradient_that_is_replaced_is_left_as_it_was(change: Callable[[Tensor], None]) -> None:
     model = build()
     backward(model, 0)
@@ -127,6 +132,33 @@ def test_a_gradient_that_is_replaced_is_left_as_it_was(change: Callable[[Tensor]
     with pytest.raises(zshard.InputError, match=r"gradient of 0\.weight"):
         list(model.parameters())[1].grad = kept
     assert list(model.parameters())[1].grad is not None
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("shape", [(), (7,)])
+def test_a_gradient_or_data_of_another_shape_is_refused_and_changes_nothing(
+    shape: tuple[int, ...], held: bool
+) -> None:
+    model = build()
+    with zshard.no_sync(model) if held else nullcontext():
+        backward(model, 0)
+    p = next(model.parameters())
+    kept, data, whole = p.grad, p.data, zshard.full_param(model, "0.weight")
+    for attribute in ("grad", "data"):
+        with pytest.raises(zshard.InputError, match=r"0\.weight: cannot copy a tensor of shape"):
+            setattr(p, attribute, torch.ones(shape))
+    assert p.grad is kept and torch.equal(zshard.full_param(model, "0.weight"), whole)
+    data.fill_(1.0)  # the parameter's own memory still
+    assert torch.equal(zshard.full_param(model, "0.weight"), torch.ones_like(whole))
+    data.copy_(whole)
+    backward(model, 1)
+    expected = build()
+    backward(expected, 0)
+    backward(expected, 1)
+    names = [name for name, _ in model.named_parameters()]
+    found, wanted = ([zshard.full_grad(m, name) for name in names] for m in (model, expected))
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_one_dropped_gradient_is_left_out_of_what_is_clipped_and_scaled_later() -> None:

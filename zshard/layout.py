@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from . import _C
+from .errors import InputError
 
 
 class Segment(NamedTuple):
@@ -31,6 +32,14 @@ class Segment(NamedTuple):
         strides = [s for s, n in zip(stride, param.shape, strict=True) if n > 1]
         permuted = strides != sorted(strides, reverse=True)
         return cls(offset, param.numel(), param.shape, stride, permuted)
+
+    def require_shape(self, tensor: torch.Tensor, name: str) -> None:
+        """Raise InputError if ``tensor``, to be parameter ``name``'s values, has another shape."""
+        if tensor.shape != self.shape:
+            raise InputError(
+                f"{name}: cannot copy a tensor of shape {tuple(tensor.shape)} into a parameter of "
+                f"shape {tuple(self.shape)}"
+            )
 
     def physical(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` (of ``shape``) with its dimensions in the segment's memory order."""

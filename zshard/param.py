@@ -121,6 +121,7 @@ class Sharded(torch.Tensor):
                     f"{self.fqn}: .data = a tensor of {value.dtype} on {device} would change "
                     f"{self.dtype} on {self.device}, which is fixed by zshard.wrap"
                 )
+            self.flat.layout.segments[self.segment].require_shape(value, self.fqn)
             if self._is_param:
                 self.flat.leave_data(self.segment)
             with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import InputError, ShardedAccessError
+from ..errors import ShardedAccessError
 from ..param import Sharded, ShardedGrad
 from ..tag import Tag
 
@@ -16,11 +16,7 @@ def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:
         InputError: if it has another shape.
     """
     segment = target.flat.layout.segments[target.segment]
-    if whole.shape != segment.shape:
-        raise InputError(
-            f"{target.fqn}: cannot copy a tensor of shape {tuple(whole.shape)} into a parameter "
-            f"of shape {tuple(segment.shape)}"
-        )
+    segment.require_shape(whole, target.fqn)
     return target.flat.local(target.segment).elements.of(segment.physical(whole).reshape(-1))
 
 

@@ -117,6 +117,7 @@ class Gradients:
                 "param.grad.copy_(tensor)"
             )
         if value is not None:
+            flat.layout.segments[index].require_shape(value, flat.names[index])
             self._apply_scale(index)
         self._reducer.forget_norm()
         if value is None or value is not self.objects.get(index):
@@ -126,7 +127,7 @@ class Gradients:
             self.present[index] = False
             return
         if value is not self.objects.get(index):
-            Sharded(flat.local(index).at.of(self.owned()), flat, index).copy_(value)
+            Sharded(flat.local(index).at.of(self.owned()), flat, index).copy_(_dense(value))
         self.present[index] = True
 
     def _leave(self, index: int) -> None:
