@@ -47,6 +47,11 @@ def add_parameter(model: nn.Module) -> object:
     return lambda: model.blocks[0].__delattr__("scale")
 
 
+def give_bias(model: nn.Module) -> object:
+    model.blocks[0].down.bias = nn.Parameter(torch.ones(7))  # None until then
+    return lambda: setattr(model.blocks[0].down, "bias", None)
+
+
 def replace_parameter(model: nn.Module) -> object:
     before = model.inlet.weight
     model.inlet.weight = nn.Parameter(torch.zeros(7, 3))
@@ -59,6 +64,7 @@ def replace_parameter(model: nn.Module) -> object:
         (append_block, r"ModuleList 'blocks' has other modules or parameters.*\(3\)"),
         (replace_block, r"ModuleList 'blocks' has other modules or parameters.*\(1\)"),
         (add_parameter, r"Block 'blocks\.0' has other modules or parameters.*\(scale\)"),
+        (give_bias, r"Linear 'blocks\.0\.down' has other modules or parameters.*\(bias\)"),
         (replace_parameter, r"weight \(weight of a Linear\) was replaced after zshard\.wrap"),
     ],
 )

@@ -11,10 +11,16 @@ class Structure:
     """The modules of a model as they were when it was wrapped."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Every module with its name, its children, and its parameters' names. (By items() and
-        # keys(): a module of TorchScript has no more.)
+        # Every module with its name, its children, its parameters' names, and those of them that
+        # stand for none. (By items() and keys(): a module of TorchScript has no more.)
         self._built = [
-            (name, module, dict(module._modules.items()).items(), {*module._parameters.keys()})
+            (
+                name,
+                module,
+                dict(module._modules.items()).items(),
+                {*module._parameters.keys()},
+                [key for key, param in module._parameters.items() if param is None],
+            )
             for name, module in model.named_modules()
         ]
 
@@ -24,10 +30,12 @@ class Structure:
         Raises:
             WrapError: with the module that has changed, and what of it.
         """
-        for name, module, children, params in self._built:
-            if module._modules.items() != children or len(module._parameters) != len(params):
+        for name, module, children, params, absent in self._built:
+            filled = [key for key in absent if module._parameters.get(key) is not None]
+            other_params = filled or len(module._parameters) != len(params)
+            if other_params or module._modules.items() != children:
                 others = {child for child, _ in module._modules.items() ^ children}
-                others |= params ^ {*module._parameters.keys()}
+                others |= params ^ {*module._parameters.keys()} | {*filled}
                 raise WrapError(
                     f"{type(module).__name__} {name or 'root'!r} has other modules or parameters "
                     f"than when it was wrapped ({', '.join(sorted(others))}); those would not be "
