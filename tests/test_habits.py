@@ -94,14 +94,18 @@ def test_a_forward_that_raises_keeps_the_micro_batches_before_it() -> None:
 
 
 @pytest.mark.parametrize("precision", [zshard.Precision(), zshard.Precision.bf16()])
-def test_a_first_evaluation_in_inference_mode_does_not_poison_training(
-    precision: zshard.Precision,
+@pytest.mark.parametrize("wrapped_there", [False, True])
+def test_a_wrap_or_first_evaluation_in_inference_mode_does_not_poison_training(
+    precision: zshard.Precision, wrapped_there: bool
 ) -> None:
-    model = zshard.wrap(Blocks(), precision=precision)
+    model = Blocks()
+    with torch.inference_mode(wrapped_there):
+        zshard.wrap(model, precision=precision)
     with torch.inference_mode():
         model(batch(0, 0))
-    models.loss_of(model, batch(0, 1)).backward()
-    zshard.AdamW(model.parameters()).step()
+    for optimizer in (zshard.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())):
+        models.loss_of(model, batch(0, 1)).backward()
+        optimizer.step()
 
 
 class SharedModule(Blocks):

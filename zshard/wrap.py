@@ -49,6 +49,7 @@ M = TypeVar("M", bound=nn.Module)
 _SCHEDULE = "_zshard_schedule"  # the attribute of a wrapped model that holds its schedule
 
 
+@torch.inference_mode(False)  # what it makes outlives it
 def wrap(
     model: M,
     *,
