@@ -50,9 +50,16 @@ class WithTable(nn.Module):
         self.linear = nn.Linear(2, 2)
 
 
+def of_one_memory() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
+        (of_one_memory, r"1\.weight shares memory with 0\.weight"),
         (lambda: WithTable(torch.int64), r"table has dtype torch\.int64"),
         (lambda: WithTable(torch.complex64), r"table has dtype torch\.complex64"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), r"0\.weight has no shape yet"),
@@ -65,6 +72,27 @@ def test_a_model_that_wrap_refuses_cannot_be_planned(
         zshard.plan(model(), 2)
     with pytest.raises(zshard.WrapError, match=why):
         zshard.wrap(model())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "why"),
+    [
+        (torch.float32, zshard.Precision(master="split"), "needs bf16 compute"),
+        (torch.float64, zshard.Precision.bf16(), "stay float64"),
+    ],
+)
+def test_a_precision_that_wrap_refuses_for_a_model_cannot_be_planned(
+    dtype: torch.dtype, precision: zshard.Precision, why: str
+) -> None:
+    model = nn.Linear(2, 2).to(dtype)
+    planned = zshard.plan(model, 2)
+    for act in (
+        lambda: planned.changed(precision=precision),
+        lambda: zshard.plan(model, 2, precision=precision),
+        lambda: zshard.wrap(model, precision=precision),
+    ):
+        with pytest.raises(zshard.InputError, match=why):
+            act()
 
 
 def test_a_machine_measured_with_one_rank_does_for_counting_devices() -> None:

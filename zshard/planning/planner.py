@@ -14,6 +14,8 @@ from ..strategy import Choice, strategy_of
 from ..transports.transport import Transport
 from ..unitmap import Units, UnitSpec, check_kinds, flat_groups, unit_map
 from ..whole_files import StrPath
+from ..wrapping.arguments import check_precision
+from ..wrapping.overlaps import check_apart
 from .fit import require_bytes
 from .footprint import (
     OPTIMIZERS,
@@ -114,6 +116,7 @@ def plan(
         built = model_of(model, context)
         specs = unit_map(built, units, ())
         check_kinds(specs)
+        check_apart(built, specs)
         return _Planner(built, specs, batch, activations, nccl, on, hbm).plan(setup)
 
 
@@ -135,6 +138,7 @@ class _Planner:
         self._rehearsals: dict[tuple[torch.dtype | None, bool, bool], Rehearsal] = {}
 
     def plan(self, setup: Setup, *, timed: bool = True) -> Plan:
+        check_precision(self._specs, setup.precision)
         in_memory = False
         if timed and self._machine is not None:
             in_memory = self._machine.in_memory(setup.comm, setup.world_size)
