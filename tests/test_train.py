@@ -149,6 +149,7 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
         (["--out", "SHORT/run"], "--out .*/SHORT/run: .*/SHORT is no folder"),
         (["--out", "TEXT/a", "--data", "TEXT/a"], "name another one, .*/TEXT/a/run for instance"),
         (["--out", "TEXT/a", "--data", "TEXT"], "name another one, .*/TEXT/a/run for instance"),
+        (["--data", "TEXT", "--trace", "TEXT/a"], "--trace .*/TEXT/a: --data takes text from this"),
         (["--plan", "--machine", "h1"], "machine='h1': expected one of a100, h100, h200"),
     ],
 )

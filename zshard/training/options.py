@@ -143,6 +143,7 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
         options = TrainOptions(**given)  # type: ignore[arg-type]
         if options.out:
             _refuse_used(options.out, options.data)
+        _refuse_traces_in_text(options)
         return options
     origin = find_origin(Path(str(given["resume"])))
     saved = options_of(origin)
@@ -170,6 +171,7 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
             f"the checkpoint {origin.path} has all {origin.progress.step} steps: --steps has to "
             "be more"
         )
+    _refuse_traces_in_text(options)
     return options
 
 
@@ -189,6 +191,25 @@ def _refuse_used(out: str, data: tuple[str, ...]) -> None:
                 f"--out {out}: --data takes text from this folder, and from no folder of a run, so "
                 f"that none could be resumed: name another one, {Path(out, 'run')} for instance"
             )
+
+
+def _refuse_traces_in_text(options: TrainOptions) -> None:
+    place = os.path.realpath(options.trace or "")
+    if not options.trace or (options.out and _parts_below(options.out, place) is not None):
+        return
+    for folder in options.data:
+        below = _parts_below(folder, place)
+        if below is not None and not any(part.startswith(".") for part in below):
+            raise InputError(
+                f"--trace {options.trace}: --data takes text from this folder, so that the run "
+                "could not be resumed: name a folder elsewhere, or none, for one in the run's own"
+            )
+
+
+def _parts_below(folder: str, path: str) -> list[str] | None:
+    """What leads from ``folder`` to ``path``, a real one; None if that is not inside."""
+    parts = os.path.relpath(path, os.path.realpath(folder)).split(os.sep)
+    return None if parts[0] == os.pardir else [part for part in parts if part != os.curdir]
 
 
 def options_of(origin: Origin) -> TrainOptions:
