@@ -224,3 +224,51 @@ def test_states_of_steps_before_wrap_are_refused_at_a_save_as_at_a_step(tmp_path
     zshard.wrap(model)
     with pytest.raises(zshard.OptimizerError, match=r"'exp_avg' of weight is of the whole param"):
         zshard.save(tmp_path / "a", model, optimizer)
+
+
+class Scaled(nn.Module):
+    """A linear layer, and a parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.linear = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def goes_on_with_plain_states(rank: int, world_size: int) -> list[str]:
+    """What differs from the plain model for optimizers of the 0-d parameter alone."""
+    wrong = []
+    for kind, options in (
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (functools.partial(torch.optim.SGD, momentum=0.9), {}),
+        (torch.optim.NAdam, {}),
+    ):
+        plain, wrapped = Scaled(), zshard.wrap(Scaled())
+        optimizers = [kind([each.scale], lr=0.1, **options) for each in (plain, wrapped)]
+        if kind is not torch.optim.NAdam:  # whose state has a 0-d number, wrapped or not
+            step(plain, optimizers[0])
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+            wrapped.scale.data = plain.scale.data
+        for _ in range(2):
+            for each, optimizer in zip((plain, wrapped), optimizers, strict=True):
+                step(each, optimizer)
+        found = zshard.full_param(wrapped, "scale")
+        if not torch.allclose(found, plain.scale, rtol=1e-6, atol=0):
+            wrong.append(f"{kind} {options}: {found} and {plain.scale}")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_plain_states_of_a_parameter_without_dimensions_are_taken(world_size: int) -> None:
+    assert run_ranks(goes_on_with_plain_states, world_size) == [[]] * world_size

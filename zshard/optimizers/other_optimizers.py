@@ -64,11 +64,12 @@ def _before_step(
 
 
 def check_states(param: Sharded, states: dict[str, object]) -> None:
-    """Refuse what is not of this parameter's shard; what no step has changed yet is cut to it.
+    """Cut states to this parameter's shard where nothing is lost by that, and refuse others.
 
     Raises:
         OptimizerError: for a state of the whole parameter, or of another shard.
     """
+    cut = any(isinstance(value, Sharded) for value in states.values())
     for name, value in list(states.items()):
         if isinstance(value, Sharded) and not value._lines_up_with(param):
             raise OptimizerError(
@@ -80,7 +81,10 @@ def check_states(param: Sharded, states: dict[str, object]) -> None:
             continue
         if value.shape != param.shape or name == "step":
             continue
-        if _number(states.get("step")) == 0:  # made before wrap, as Adagrad does at once
+        # Made before wrap, as Adagrad does at once; or of a single element, whose whole state is as
+        # good as cut. (Beside those that are, a 0-d one is a number: NAdam's product of momenta.)
+        single = param.ndim == 0 and value.is_floating_point() and not cut
+        if single or _number(states.get("step")) == 0:
             dtype = param.flat.dtypes.master
             states[name] = param._like(own_slice(param, value).to(dtype, copy=True))
         elif value.ndim > 0:
