@@ -157,6 +157,27 @@ def test_where_one_parameter_has_another_shape_none_is_taken() -> None:
     model(torch.ones(2, 5))
 
 
+def left_without_values(rank: int, world_size: int) -> bool:
+    """Whether nothing is taken, and training goes on."""
+    model = trained(torch.float32)
+    before = zshard.state_dict(model, all_ranks=True)
+    for value in (torch.ones(99, device="meta"), torch.ones(99).to_sparse()):
+        with (
+            pytest.raises(zshard.InputError, match=r"bias: .* left with a tensor o"),
+            zshard.full_params(model, write=True),
+        ):
+            nn.init.ones_(model[0].weight).requires_grad_(False)
+            model[-1].bias = nn.Parameter(value)
+    model(torch.ones(2, 5)).sum().backward()
+    after = zshard.state_dict(model, all_ranks=True)
+    return model[0].weight.requires_grad and all(map(torch.equal, after.values(), before.values()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_where_one_parameter_is_left_without_values_none_is_taken(world_size: int) -> None:
+    assert run_ranks(left_without_values, world_size) == [True] * world_size
+
+
 def test_without_writing_a_step_inside_counts() -> None:
     model = trained(torch.float32)
     model(torch.ones(2, 5)).square().mean().backward()

@@ -113,7 +113,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         StateError: inside a forward or backward, or inside another full_params; at the end, for a
             gradient that was made inside and that no optimizer there has used; at the end of one
             for writing, if a sharded parameter was changed meanwhile (by an optimizer's step, say).
-        InputError: at the end, for a parameter that was replaced by one of another shape.
+        InputError: at the end, for a parameter that was replaced by one of another shape, or of
+            no values (on the meta device), or sparse.
         MismatchError: on every rank, if they do not all enter; at the end of one for writing, if
             ranks left other values.
         WrapError: if the model is not wrapped.
@@ -141,6 +142,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
                 "zshard.full_params(model, write=True), which would undo that. They keep these "
                 "changes, and nothing of what was written in the context; do one after the other."
             )
+        if write:
+            _require_values(wholes)
     if write and schedule.comm.world_size > 1:
         _compare(schedule, wholes)
     _take_over(schedule, wholes, write=write)
@@ -182,6 +185,18 @@ def _take_replaced(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -
             now = site.module._parameters.get(site.attribute)
             if now is not None and id(now) not in given:  # load_state_dict(assign=True)
                 wholes[site.flat][site.segment] = now
+
+
+def _require_values(wholes: dict[Flat, list[nn.Parameter]]) -> None:
+    for flat, params in wholes.items():
+        for name, value in zip(flat.names, params, strict=True):
+            if value.is_meta or value.layout is not torch.strided:
+                kind = "on the meta device" if value.is_meta else f"of {value.layout}"
+                raise InputError(
+                    f"{name}: zshard.full_params(model, write=True) has been left with a tensor "
+                    f"{kind} in its place, so nothing of what was written is taken. Put dense "
+                    "values there"
+                )
 
 
 def _compare(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None:
