@@ -7,6 +7,11 @@ from torch import nn
 from .errors import WrapError
 
 
+def is_within(module: str, name: str) -> bool:
+    """Whether ``name`` is that of ``module``, or of one inside; "" is the whole model."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
 class Structure:
     """The modules of a model as they were when it was wrapped."""
 
@@ -24,13 +29,15 @@ class Structure:
             for name, module in model.named_modules()
         ]
 
-    def check_unchanged(self) -> None:
-        """Make sure that nothing was added, removed or put in another's place.
+    def check_unchanged(self, within: str = "") -> None:
+        """Make sure that nothing in module ``within`` was added, removed or put in another's place.
 
         Raises:
             WrapError: with the module that has changed, and what of it.
         """
         for name, module, children, params, absent in self._built:
+            if not is_within(within, name):
+                continue
             filled = [key for key in absent if module._parameters.get(key) is not None]
             other_params = filled or len(module._parameters) != len(params)
             if other_params or module._modules.items() != children:

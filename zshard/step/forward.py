@@ -114,31 +114,35 @@ class ForwardHooks:
         schedule = self._schedule
         if self._executor.state is not TrainingState.IDLE:  # the last forward or backward raised
             schedule.reset()
-        schedule.reducer.read_outcome()  # a failure elsewhere must not show in mid-backward
-        schedule.structure.check_unchanged()
+        self._look_first(self._root)
         self._forget_last_forward()
-        messages = self._agreement.begin(
-            Intent.FORWARD,
-            self._executor.gathered_units,
-            "a forward",
-            tally=schedule.updates.tally(),
-            buffers=schedule.module_buffers.ask(),
-        )
-        try:
-            schedule.updates.check([message.tally for message in messages])
-            if any(message.buffers for message in messages):
-                schedule.module_buffers.broadcast(self._executor.step)
-        except MismatchError:  # on every rank: there is no forward that another model's may cut
-            self._agreement.forgo_learning()
-            self._agreement.abandon()
-            raise
-        self._backward.forwards.begin()
+        self._meet(self._root, Intent.FORWARD, self._executor.gathered_units, "a forward")
         kind = schedule.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             # A cast that it keeps belongs to a graph of an earlier forward of that context.
             torch.clear_autocast_cache()
         self._executor.enter_state(TrainingState.FORWARD)
         self.order, self._kept = [], None
+
+    def _look_first(self, unit: Unit) -> None:
+        """Before a forward of ``unit`` by itself: whether it can be what all ranks begin."""
+        self._schedule.reducer.read_outcome()  # a failure elsewhere must not show in mid-backward
+        self._schedule.structure.check_unchanged(unit.name)
+
+    def _meet(self, unit: Unit, intent: Intent, about: str, label: str) -> None:
+        """Begin a forward of ``unit`` by itself: with the same parameters, and the same buffers."""
+        schedule = self._schedule
+        tally, ask = schedule.updates.tally(), schedule.module_buffers.ask(unit.name)
+        messages = self._agreement.begin(intent, about, label, tally=tally, buffers=ask)
+        try:
+            schedule.updates.check([message.tally for message in messages])
+            if any(message.buffers for message in messages):
+                schedule.module_buffers.broadcast(self._executor.step, unit.name)
+        except MismatchError:  # on every rank: there is no forward that another model's may cut
+            self._agreement.forgo_learning()
+            self._agreement.abandon()
+            raise
+        self._backward.forwards.begin()
 
     def root_post_forward(self, module: nn.Module, args: object, output: object) -> object:
         """End a forward of the model, or a method; also where an exception leaves it."""
@@ -207,8 +211,10 @@ class ForwardHooks:
             self._keep(None)
         alone = self._is_called_alone(unit)
         if alone:
-            self._agreement.begin(Intent.ALONE, unit.label, f"a forward of {unit.label} alone")
-            self._backward.forwards.begin()
+            label = f"a forward of {unit.label} alone"
+            with schedule.comm.awaited(label):
+                self._look_first(unit)
+                self._meet(unit, Intent.ALONE, unit.label, label)
         schedule.obtain(unit)
         unit.forward_io.enter(inputs)  # behind obtain, which may drop them
         self._executor.enter("forward", unit)

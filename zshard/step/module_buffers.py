@@ -17,9 +17,12 @@ from torch import nn
 
 from ..comm import Comm
 from ..errors import MismatchError
+from ..structure import is_within
 from ..tag import Tag
 
 _SMALL = 1 << 20  # bytes
+
+_State = tuple[weakref.ref[torch.Tensor], int]  # a buffer and its version
 
 
 class ModuleBuffers:
@@ -29,48 +32,46 @@ class ModuleBuffers:
         self._comm = comm
         # Modules may put other tensors in place of their buffers, but seldom get their first later.
         self._modules = [(n, m) for n, m in model.named_modules() if m._buffers]
-        self._in_training = False  # whether the last forward may have written unnoticed
-        self._seen: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        # Names of those with buffers that a forward since the last broadcast may have written to
+        # unnoticed; and of all, what their buffers were then.
+        self._trained: set[str] = set()
+        self._seen: dict[str, list[_State]] = {}
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        """By name, as ranks may have registered them in different orders."""
-        return sorted(persistent_buffers(self._modules), key=lambda item: item[0])
+    def _within(self, module: str) -> list[tuple[str, nn.Module]]:
+        """The modules with buffers that lie in ``module``, a name; "" is the whole model."""
+        return [each for each in self._modules if is_within(module, each[0])]
 
-    def _states(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
-        # By reference: another tensor may have the address of one that has gone. Tensors made in
-        # inference mode have no version, and cannot be changed outside of it.
-        buffers = [buffer for _, buffer in persistent_buffers(self._modules)]
-        return [(weakref.ref(b), 0 if b.is_inference() else b._version) for b in buffers]
-
-    def ask(self) -> bool:
+    def ask(self, within: str) -> bool:
         """Whether a buffer was, or may have been, written or replaced since the last ``broadcast``.
 
-        Asked as a forward begins.
+        Args:
+            within: the module whose forward begins, by name.
         """
         if self._comm.world_size == 1:
             return False
-        was_training, self._in_training = self._in_training, self._trains()
-        return was_training or self._in_training or self._states() != self._seen
-
-    def _trains(self) -> bool:
-        found = persistent_buffers(each for each in self._modules if each[1].training)
-        return any(b.is_floating_point() and b.nbytes <= _SMALL for _, b in found)
-
-    def _facts(self) -> list[str]:
-        return [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in self._named()]
+        modules = self._within(within)
+        self._trained.update(name for name, module in modules if _trains(module))
+        return any(
+            name in self._trained or _states(module) != self._seen.get(name, [])
+            for name, module in modules
+        )
 
     @torch.no_grad()
-    def broadcast(self, step: int) -> None:
+    def broadcast(self, step: int, within: str = "") -> None:
         """Take the values of the first rank.
 
         Args:
             step: of training, for errors.
+            within: the module whose buffers are meant, by name; "" is the whole model.
 
         Raises:
             MismatchError: on every rank, if the buffers differ in name, shape or dtype.
         """
         tag = Tag(step, "broadcast", "root", "buffers")
-        own = self._facts()
+        modules = self._within(within)
+        # By name, as ranks may have registered them in different orders.
+        named = sorted(persistent_buffers(modules), key=lambda item: item[0])
+        own = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]
         digests = self._comm.all_gather_words([zlib.crc32("\n".join(own).encode())], tag)
         if digests.count(digests[0]) < len(digests):
             everyone = self._comm.all_gather_object(own, tag)
@@ -82,7 +83,7 @@ class ModuleBuffers:
                 "rank's batch with persistent=False."
             )
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for _, buffer in self._named():
+        for _, buffer in named:
             if buffer.numel() > 0:
                 alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         for buffers in alike.values():
@@ -94,7 +95,22 @@ class ModuleBuffers:
                 # Not under autograd's eyes: a forward before may have saved the buffer.
                 _write(buffer.data, flat[begin:end].view(buffer.shape))
                 begin = end
-        self._seen = self._states()
+        self._trained.difference_update(name for name, module in modules if not _trains(module))
+        self._seen.update((name, _states(module)) for name, module in modules)
+
+
+def _states(module: nn.Module) -> list[_State]:
+    """What tells whether buffers that ``module`` itself has were written or replaced."""
+    # By reference: another tensor may have the address of one that has gone. Tensors made in
+    # inference mode have no version, and cannot be changed outside of it.
+    buffers = [buffer for _, buffer in persistent_buffers([("", module)])]
+    return [(weakref.ref(b), 0 if b.is_inference() else b._version) for b in buffers]
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether a forward of ``module`` may write to its own buffers unnoticed."""
+    found = persistent_buffers([("", module)] if module.training else [])
+    return any(b.is_floating_point() and b.nbytes <= _SMALL for _, b in found)
 
 
 def persistent_buffers(

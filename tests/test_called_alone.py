@@ -1,0 +1,82 @@
+"""A unit that is called by itself, as of several models in a ModuleDict: looked at as the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import zshard
+
+
+class Part(nn.Module):
+    """A model of its own, with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.norm, self.outlet = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outlet(self.norm(self.inlet(x)))
+
+
+def pair(strategy: str = "zero3") -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return zshard.wrap(nn.ModuleDict({"g": Part(), "d": Part()}), strategy=strategy)
+
+
+def train(models: nn.ModuleDict, seed: int, *, steps: bool = True) -> None:
+    """Two steps; without ``steps`` only their backwards."""
+    optimizer = zshard.AdamW(models.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(2):
+        fake = models["g"](torch.randn(5, 4, generator=generator))
+        models["d"](fake).square().mean().backward()
+        if steps:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def statistics(rank: int, world_size: int) -> list[list[float]]:
+    """Of both, as each rank has trained them; then of "g" and "d" behind a forward of "g"."""
+    models = pair()
+    train(models, rank)
+    trained = [models[name].norm.running_mean.tolist() for name in "gd"]
+    models.eval()
+    with torch.no_grad():
+        models["g"](torch.ones(5, 4))
+    return [*trained, *(models[name].norm.running_mean.tolist() for name in "gd")]
+
+
+def test_its_buffers_and_no_others_are_the_first_ranks() -> None:
+    (g, d, *first), (other_g, other_d, *second) = run_ranks(statistics, 2)
+    assert g != other_g and d != other_d  # behind a forward each has its own batch's
+    assert first == [g, d] and second == [g, other_d]
+
+
+def left_out(rank: int, world_size: int, strategy: str) -> str:
+    models = pair(strategy)
+    with pytest.raises(zshard.MismatchError) as caught:  # at the second step's first forward
+        train(models, 0, steps=rank == 0)
+    with zshard.full_params(models, write=True):
+        for param in models.parameters():
+            nn.init.ones_(param)
+    train(models, 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_step_that_some_ranks_have_left_out_is_told_at_its_forward(strategy: str) -> None:
+    for message in run_ranks(left_out, 2, strategy):
+        assert "an optimizer's step" in message and "was left out on some ranks" in message
+
+
+def test_what_is_added_to_it_is_refused_and_the_others_go_on() -> None:
+    models = pair()
+    models["g"].extra = nn.Linear(4, 4)
+    with pytest.raises(zshard.WrapError, match=r"Part 'g' has other modules.*\(extra\)"):
+        models["g"](torch.ones(5, 4))
+    models["d"](torch.ones(5, 4)).sum().backward()
+    del models["g"].extra
+    train(models, 0)
