@@ -80,3 +80,24 @@ def test_what_is_added_to_it_is_refused_and_the_others_go_on() -> None:
     models["d"](torch.ones(5, 4)).sum().backward()
     del models["g"].extra
     train(models, 0)
+
+
+def in_one_autocast(rank: int, world_size: int, strategy: str, cached: bool) -> list[Tensor]:
+    """Gradients of a loss of "d", and then of one of "g" through another forward of "d"."""
+    models = pair(strategy)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        fake = models["g"](torch.ones(5, 4) + rank)
+        of_d = models["d"](fake.detach()).float().square().mean()
+        of_g = models["d"](models["g"](torch.ones(5, 4) - rank)).float().mean()
+    grads = []
+    for loss in (of_d, of_g):
+        loss.backward()
+        grads += [zshard.full_grad(models, name) for name, _ in models["d"].named_parameters("d")]
+        models.zero_grad()
+    return grads
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_forwards_inside_one_autocast_context_are_as_without_its_cache(strategy: str) -> None:
+    cached, without = (run_ranks(in_one_autocast, 2, strategy, each) for each in (True, False))
+    assert all(map(torch.equal, cached[0] + cached[1], without[0] + without[1]))

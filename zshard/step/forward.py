@@ -117,10 +117,6 @@ class ForwardHooks:
         self._look_first(self._root)
         self._forget_last_forward()
         self._meet(self._root, Intent.FORWARD, self._executor.gathered_units, "a forward")
-        kind = schedule.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            # A cast that it keeps belongs to a graph of an earlier forward of that context.
-            torch.clear_autocast_cache()
         self._executor.enter_state(TrainingState.FORWARD)
         self.order, self._kept = [], None
 
@@ -143,6 +139,10 @@ class ForwardHooks:
             self._agreement.abandon()
             raise
         self._backward.forwards.begin()
+        kind = schedule.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            # A cast that it keeps belongs to a graph of an earlier forward of that context.
+            torch.clear_autocast_cache()
 
     def root_post_forward(self, module: nn.Module, args: object, output: object) -> object:
         """End a forward of the model, or a method; also where an exception leaves it."""
