@@ -177,14 +177,21 @@ def test_sums_of_another_shape_are_refused_without_momentum_too_and_nothing_chan
     assert ours.param_groups[0]["lr"] == 0.5
 
 
-def test_a_parameter_that_is_refused_at_a_step_costs_the_others_no_states() -> None:
+@pytest.mark.parametrize(
+    "gaps",
+    [torch.ones(2, 1).expand(2, 2), torch.ones(1, 1).expand(2, 2), torch.ones(2, 4)[:, ::2]],
+    ids=["repeated", "one", "gaps"],
+)
+def test_a_parameter_that_is_refused_at_a_step_costs_the_others_no_states(
+    gaps: torch.Tensor,
+) -> None:
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     optimizer = zshard.AdamW(params)
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
     dense = params[1].data
-    params[1].data = torch.ones(2, 1).expand(2, 2)
+    params[1].data = gaps
     with pytest.raises(zshard.OptimizerError, match="does not fill one block of memory"):
         optimizer.step()
     params[1].data = dense

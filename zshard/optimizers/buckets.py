@@ -261,13 +261,13 @@ def flat_view(param: torch.Tensor) -> torch.Tensor:
     Raises:
         OptimizerError: if it does not fill one block of memory.
     """
-    try:
-        return param.detach().permute(memory_order(param.stride())).view(-1)
-    except RuntimeError as error:
+    in_order = param.detach().permute(memory_order(param.stride()))
+    if not in_order.is_contiguous():  # of one stride it could be viewed as 1-D all the same
         raise OptimizerError(
             f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} does not fill "
             "one block of memory; make it contiguous first"
-        ) from error
+        )
+    return in_order.view(-1)
 
 
 def _plain_grad(param: torch.Tensor) -> torch.Tensor:
