@@ -219,6 +219,18 @@ def test_what_is_lent_shares_extents_and_overlaps_nothing() -> None:
         assert wrong == []
 
 
+def read_in_inference_mode(rank: int, world_size: int) -> bool:
+    take(Double())  # masters are mailed
+    model = torch.nn.Linear(999, 1111)
+    zshard.wrap(model, comm="peer", precision=zshard.Precision.bf16(), init="broadcast")
+    there = torch.inference_mode()(zshard.full_param)(model, "weight")
+    return there.equal(zshard.full_param(model, "weight"))
+
+
+def test_what_is_mailed_in_inference_mode_first_is_mailed_outside_later() -> None:
+    assert run_ranks(read_in_inference_mode, 2) == [True, True]
+
+
 class Stingy(Double):
     """It gives one rank no extent of more than ``most`` bytes."""
 

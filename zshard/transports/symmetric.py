@@ -102,7 +102,8 @@ class SymmetricRanks(InMemoryRanks[Window]):
         if self._mailbox is None or self._mailbox.nbytes < shard.nbytes:
             if self._mailbox is not None:
                 self.give_back(self._mailbox)
-            self._mailbox = self.empty(shard.nbytes, torch.uint8)
+            with torch.inference_mode(False):  # it outlives a first use there
+                self._mailbox = self.empty(shard.nbytes, torch.uint8)
         return self._mailbox[: shard.nbytes].copy_(shard)
 
     def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
