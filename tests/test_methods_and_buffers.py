@@ -84,8 +84,10 @@ def test_methods_gather_as_forward_does_alone_and_around_the_model(grad: bool) -
 
 def test_without_it_the_roots_own_parameters_are_refused_by_name() -> None:
     model = zshard.wrap(Encoder())
-    with pytest.raises(zshard.ShardedAccessError, match=r"inlet\.weight"):
+    with pytest.raises(zshard.ShardedAccessError, match=r"inlet\.weight.*method\(model, 'encode'"):
         model.encode(batch(0, 0))
+    with pytest.raises(zshard.ShardedAccessError, match="Read it with zshard"):
+        (lambda self: self.inlet(batch(0, 0)))(model)  # in no method that could gather
 
 
 def test_after_an_exception_in_a_method_the_model_goes_on() -> None:

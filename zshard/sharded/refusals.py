@@ -129,6 +129,12 @@ def _remedy(param: Sharded) -> str:
             "module.forward(...), gathers. Its other methods work where it is no unit (units=). "
             "What only looks at values, as a hook, can do so between steps, with zshard.full_param."
         )
+    if method := _method_at_work(param.flat.schedule.root.module):
+        return (
+            f"The model's {method}() uses it outside of a forward: call zshard.method(model, "
+            f"{method!r}) once, and it gathers what it computes with; or, to read or write "
+            "parameters, call it inside zshard.full_params(model), with write=True to write."
+        )
     return (
         "Read it with zshard.full_param(model, name), a gradient with zshard.full_grad, or work on "
         "whole parameters inside zshard.full_params(model), with write=True to change them. In a "
@@ -143,6 +149,13 @@ def _called_past(unit: Unit) -> str:
     names = {id(module): name for name, module in unit.module.named_modules(prefix=unit.name)}
     inside = [names[id(module)] for module in modules_called() if id(module) in names]
     return inside[-1] if inside and inside[-1] != unit.name else ""
+
+
+def _method_at_work(model: torch.nn.Module) -> str:
+    """The outermost method of ``model``, none of nn.Module's, that this is called from; or ""."""
+    own = set(dir(type(model))) - set(dir(torch.nn.Module))
+    methods = [f.f_code.co_name for f in _callers() if f.f_locals.get("self") is model]
+    return next((name for name in reversed(methods) if name in own), "")
 
 
 def _callers() -> Iterator[FrameType]:
