@@ -36,6 +36,7 @@ class Sparse(nn.Module):
     [
         (lambda: torch.jit.script(nn.Linear(2, 2)), {}, "the plain module that this Recursive"),
         (Sparse, {}, "table is sparse"),
+        (lambda: nn.Linear(2, 2), {"precision": "bf16"}, r"such as zshard.Precision.bf16\(\)"),
         (lambda: nn.Linear(2, 2), {"device": 2**70}, "device=1180591620717411303424"),
         (lambda: nn.Linear(2, 2), {"ignored": [nn.Linear(2, 2)]}, "no parameter or module Linear"),
     ],

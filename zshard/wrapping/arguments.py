@@ -29,7 +29,10 @@ def check_arguments(
         InputError: for one that cannot be used.
     """
     if not isinstance(precision, Precision):
-        raise InputError(f"precision={precision!r}: expected a zshard.Precision, or None")
+        raise InputError(
+            f"precision={precision!r}: expected a zshard.Precision, such as "
+            "zshard.Precision.bf16(), or None"
+        )
     require_transport(comm)
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise InputError(f"prefetch={prefetch!r}: expected a whole number of units, 0 or more")
