@@ -55,6 +55,13 @@ def test_matrix_products_of_shards_are_refused(name: str) -> None:
         getattr(torch, name)(left, right)
 
 
+def test_a_penalty_on_weights_is_told_where_it_has_a_graph() -> None:
+    model = zshard.wrap(nn.Linear(3, 5))
+    with pytest.raises(zshard.ShardedAccessError, match=r"penalty .* in a forward: .* no graph"):
+        model.weight.square().sum()
+    assert not zshard.full_param(model, "weight").requires_grad
+
+
 @pytest.mark.parametrize("change", ["abs_", "sign_", "gt_", "copysign_", "heaviside_", "clamp_"])
 def test_elementwise_operations_in_place_change_the_slices(change: str) -> None:
     torch.manual_seed(0)

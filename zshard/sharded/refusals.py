@@ -137,8 +137,9 @@ def _remedy(param: Sharded) -> str:
         )
     return (
         "Read it with zshard.full_param(model, name), a gradient with zshard.full_grad, or work on "
-        "whole parameters inside zshard.full_params(model), with write=True to change them. In a "
-        "forward, that was called past the module (model(...), not model.forward(...), "
+        "whole parameters inside zshard.full_params(model), with write=True to change them. "
+        "A penalty on weights, for a loss, is computed in a forward: what full_param reads has no "
+        "graph. In a forward, that was called past the module (model(...), not model.forward(...), "
         "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
         f"parameter {unit}."
     )
