@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ops_check import devices
 from ranks import run_ranks
 from test_peer import STRATEGIES, trained
-from test_symmetric import before_any_step, in_the_group, on_the_cpu
+from test_symmetric import in_the_group
 from torch import Tensor
 from training import Record, assert_close, assert_same_bits
 
@@ -74,7 +74,7 @@ def steps(rank: int, world_size: int, device: str, precision: str) -> list[list[
     here = f"cuda:{rank}" if device == "cuda" else "cpu"
     return [
         [
-            on_the_cpu(trained(rank, comm, strategy, precision, group, device=here)[0])
+            trained(rank, comm, strategy, precision, group, device=here)[0].cpu()
             for strategy in STRATEGIES
         ]
         for comm in ("group", "peer")[:world_size]
@@ -98,4 +98,4 @@ def test_steps_of_all_gpus_are_alike_in_every_strategy_and_over_both_transports(
         if precision == "fp32":
             assert_close(by_transport[0][0], cpu, 1e-3)
         else:  # later steps may lead elsewhere: see test_symmetric.py
-            assert_close(before_any_step(by_transport[0][0]), before_any_step(cpu), 0.1)
+            assert_close(by_transport[0][0].before_any_step(), cpu.before_any_step(), 0.1)

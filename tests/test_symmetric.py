@@ -303,34 +303,18 @@ def test_nothing_is_read_after_an_exception_between_barriers(op: str) -> None:
         assert "KeyboardInterrupt was raised in it during a collective" in then
 
 
-def on_the_cpu(record: Record) -> Record:
-    def moved(named: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        return {name: None if value is None else value.cpu() for name, value in named.items()}
-
-    return Record(
-        [loss.cpu() for loss in record.losses],
-        [norm.cpu() for norm in record.norms],
-        [moved(gradients) for gradients in record.gradients],
-        moved(record.parameters),
-    )
-
-
 def on_one_gpu(rank: int, world_size: int, precision: str) -> list[Record]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     # A GPU can be added to a multicast object once, and the other ranks would wait for the second.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     return [
-        on_the_cpu(trained(rank, "peer", strategy, precision, device="cuda:0")[0])
+        trained(rank, "peer", strategy, precision, device="cuda:0")[0].cpu()
         for strategy in STRATEGIES
     ]
 
 
 def in_the_group(rank: int, world_size: int, precision: str) -> Record:
     return trained(rank, "group", "zero3", precision)[0]
-
-
-def before_any_step(record: Record) -> Record:
-    return Record(record.losses[:1], record.norms[:1], record.gradients[:1])
 
 
 if torch.cuda.is_available():
@@ -351,5 +335,5 @@ if torch.cuda.is_available():
             if precision != "fp32":
                 # AdamW's first steps are as long as the learning rate, whatever the gradient's
                 # size: one that is nearly 0 may have another sign in bf16, and lead elsewhere.
-                first, cpu = before_any_step(first), before_any_step(cpu)
+                first, cpu = first.before_any_step(), cpu.before_any_step()
             assert_close(first, cpu, 1e-3 if precision == "fp32" else 0.1)

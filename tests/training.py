@@ -35,6 +35,22 @@ class Record:
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)  # before clipping
     parameters: dict[str, Tensor] = field(default_factory=dict)  # after the last step
 
+    def cpu(self) -> Record:
+        """The same, in the host's memory."""
+        return Record(
+            [loss.cpu() for loss in self.losses],
+            [norm.cpu() for norm in self.norms],
+            [
+                {name: None if grad is None else grad.cpu() for name, grad in each.items()}
+                for each in self.gradients
+            ],
+            {name: param.cpu() for name, param in self.parameters.items()},
+        )
+
+    def before_any_step(self) -> Record:
+        """What the first step has not changed."""
+        return Record(self.losses[:1], self.norms[:1], self.gradients[:1])
+
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
