@@ -154,3 +154,16 @@ def test_a_configuration_without_transformers_says_what_to_install(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(zshard.MissingPackage, match="pip install transformers"):
         zshard.plan(str(tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [zshard.Precision(), zshard.Precision(compute=torch.bfloat16, cast_inputs=False)],
+)
+def test_a_plan_offers_no_precision_that_its_parameters_cannot_have(
+    precision: zshard.Precision,
+) -> None:
+    planned = zshard.plan(nn.Linear(2, 2).double(), 2, precision=precision)
+    offered = {each.change for each in planned.alternatives()}
+    assert "strategy ddp" in offered and not offered & {"bf16 compute", "split master"}
+    assert "strategy ddp" in str(planned)

@@ -133,7 +133,10 @@ def alternatives(plan: Plan) -> list[Alternative]:
     """
     found = []
     for change, changes in _changes(plan):
-        other = plan.changed(**changes)
+        try:
+            other = plan.changed(**changes)
+        except InputError:  # a precision that parameters of these dtypes cannot have
+            continue
         faster = None
         if plan.step_seconds is not None and other.step_seconds is not None:
             faster = plan.step_seconds - other.step_seconds
