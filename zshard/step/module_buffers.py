@@ -8,12 +8,12 @@ that are no part of the state too.)
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdRef
 
 from ..comm import Comm
 from ..errors import MismatchError
@@ -22,7 +22,7 @@ from ..tag import Tag
 
 _SMALL = 1 << 20  # bytes
 
-_State = tuple[weakref.ref[torch.Tensor], int]  # a buffer and its version
+_State = tuple[WeakIdRef, int]  # a buffer and its version
 
 
 class ModuleBuffers:
@@ -104,7 +104,7 @@ def _states(module: nn.Module) -> list[_State]:
     # By reference: another tensor may have the address of one that has gone. Tensors made in
     # inference mode have no version, and cannot be changed outside of it.
     buffers = [buffer for _, buffer in persistent_buffers([("", module)])]
-    return [(weakref.ref(b), 0 if b.is_inference() else b._version) for b in buffers]
+    return [(WeakIdRef(b), 0 if b.is_inference() else b._version) for b in buffers]
 
 
 def _trains(module: nn.Module) -> bool:
