@@ -101,3 +101,33 @@ def in_one_autocast(rank: int, world_size: int, strategy: str, cached: bool) -> 
 def test_forwards_inside_one_autocast_context_are_as_without_its_cache(strategy: str) -> None:
     cached, without = (run_ranks(in_one_autocast, 2, strategy, each) for each in (True, False))
     assert all(map(torch.equal, cached[0] + cached[1], without[0] + without[1]))
+
+
+class Scored(nn.Module):
+    """A linear layer behind statistics that it may share with others."""
+
+    def __init__(self, statistics: nn.Module) -> None:
+        super().__init__()
+        self.statistics, self.score = statistics, nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(self.statistics(x))
+
+
+def shared_statistics(rank: int, world_size: int) -> list[list[float]]:
+    """As each rank has trained them; then behind a forward of the second that has them."""
+    torch.manual_seed(0)
+    shared = nn.BatchNorm1d(4, affine=False)
+    models = zshard.wrap(nn.ModuleDict({"actor": Scored(shared), "critic": Scored(shared)}))
+    models["critic"](torch.randn(5, 4, generator=torch.Generator().manual_seed(rank)))
+    trained = shared.running_mean.tolist()
+    models.eval()
+    with torch.no_grad():
+        models["critic"](torch.ones(5, 4))
+    return [trained, shared.running_mean.tolist()]
+
+
+def test_buffers_of_a_module_that_several_have_are_the_first_ranks() -> None:
+    first, second = run_ranks(shared_statistics, 2)
+    assert first[0] != second[0]
+    assert first[1] == second[1] == first[0]

@@ -81,8 +81,9 @@ class Schedule:
         self.precision, self.root, self.device = precision, units[0], device
         self.updates = Updates(units, comm)
         self.reducer = Reducer(units, comm, pool, self.updates, device)
-        self.module_buffers = ModuleBuffers(model, comm)
-        self.structure = Structure(model)
+        callable_alone = [(unit.name, unit.module) for unit in units]
+        self.module_buffers = ModuleBuffers(callable_alone, comm)
+        self.structure = Structure(callable_alone)
         self.executor = Executor(units, comm, self.reducer)
         self.agreement = Agreement(units, comm, prefetch, self.executor, self.reset)
         self._used: dict[Unit, bool] = {}  # at least those in use

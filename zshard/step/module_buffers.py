@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdRef
 
 from ..comm import Comm
 from ..errors import MismatchError
-from ..structure import is_within
 from ..tag import Tag
 
 _SMALL = 1 << 20  # bytes
@@ -26,34 +25,38 @@ _State = tuple[WeakIdRef, int]  # a buffer and its version
 
 
 class ModuleBuffers:
-    """The persistent buffers of ``model``."""
+    """The persistent buffers of a model.
 
-    def __init__(self, model: nn.Module, comm: Comm) -> None:
+    Args:
+        units: modules whose forward may begin by itself, with their names; that of all is "".
+    """
+
+    def __init__(self, units: Iterable[tuple[str, nn.Module]], comm: Comm) -> None:
         self._comm = comm
-        # Modules may put other tensors in place of their buffers, but seldom get their first later.
-        self._modules = [(n, m) for n, m in model.named_modules() if m._buffers]
-        # Names of those with buffers that a forward since the last broadcast may have written to
-        # unnoticed; and of all, what their buffers were then.
-        self._trained: set[str] = set()
-        self._seen: dict[str, list[_State]] = {}
-
-    def _within(self, module: str) -> list[tuple[str, nn.Module]]:
-        """The modules with buffers that lie in ``module``, a name; "" is the whole model."""
-        return [each for each in self._modules if is_within(module, each[0])]
+        # Of each. Modules may put other tensors in place of their buffers, but seldom get their
+        # first later.
+        self._modules = {
+            unit: [(n, m) for n, m in top.named_modules(prefix=unit) if m._buffers]
+            for unit, top in units
+        }
+        # Those with buffers that a forward since the last broadcast may have written to unnoticed;
+        # and of all, what their buffers were then. (Several units may have one of them.)
+        self._trained: set[nn.Module] = set()
+        self._seen: dict[nn.Module, list[_State]] = {}
 
     def ask(self, within: str) -> bool:
         """Whether a buffer was, or may have been, written or replaced since the last ``broadcast``.
 
         Args:
-            within: the module whose forward begins, by name.
+            within: the unit whose forward begins, by name.
         """
         if self._comm.world_size == 1:
             return False
-        modules = self._within(within)
-        self._trained.update(name for name, module in modules if _trains(module))
+        modules = [module for _, module in self._modules[within]]
+        self._trained.update(module for module in modules if _trains(module))
         return any(
-            name in self._trained or _states(module) != self._seen.get(name, [])
-            for name, module in modules
+            module in self._trained or _states(module) != self._seen.get(module, [])
+            for module in modules
         )
 
     @torch.no_grad()
@@ -62,13 +65,13 @@ class ModuleBuffers:
 
         Args:
             step: of training, for errors.
-            within: the module whose buffers are meant, by name; "" is the whole model.
+            within: the unit whose buffers are meant, by name; "" is the whole model.
 
         Raises:
             MismatchError: on every rank, if the buffers differ in name, shape or dtype.
         """
         tag = Tag(step, "broadcast", "root", "buffers")
-        modules = self._within(within)
+        modules = self._modules[within]
         # By name, as ranks may have registered them in different orders.
         named = sorted(persistent_buffers(modules), key=lambda item: item[0])
         own = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]
@@ -95,8 +98,8 @@ class ModuleBuffers:
                 # Not under autograd's eyes: a forward before may have saved the buffer.
                 _write(buffer.data, flat[begin:end].view(buffer.shape))
                 begin = end
-        self._trained.difference_update(name for name, module in modules if not _trains(module))
-        self._seen.update((name, _states(module)) for name, module in modules)
+        self._trained.difference_update(module for _, module in modules if not _trains(module))
+        self._seen.update((module, _states(module)) for _, module in modules)
 
 
 def _states(module: nn.Module) -> list[_State]:
