@@ -300,3 +300,32 @@ def test_ranks_that_wrap_with_different_options_are_told_which() -> None:
         ours, theirs = message.split("different options: precision: ")[1].split("; ")
         assert ours.startswith("Precision(compute=None") and ours.endswith("on ranks [0]")
         assert theirs.startswith("Precision(compute=torch.bf") and "on ranks [1]. Pass" in theirs
+
+
+class Penalised(nn.Linear):
+    """A model with a training loop's own methods, as a LightningModule has them."""
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self(x).square().mean() + self.bias @ self.bias
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.training_step(x)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, zshard.SGD])
+def test_of_the_methods_around_a_closure_the_one_inside_is_told_to_gather(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    sides = wrapped, plain = pair(lambda: Penalised(4, 4))
+    optimizers = {side: kind(side.parameters(), lr=0.1) for side in sides}
+    with pytest.raises(zshard.ShardedAccessError, match=r"zshard\.method\(model, 'training_step'"):
+        wrapped.optimizer_step(optimizers[wrapped], torch.ones(2, 4))
+    zshard.method(wrapped, "training_step")
+    both(sides, lambda side: side.optimizer_step(optimizers[side], torch.ones(2, 4)))
+    assert torch.equal(zshard.full_param(wrapped, "bias"), plain.bias)
