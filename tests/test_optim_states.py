@@ -279,3 +279,24 @@ def goes_on_with_plain_states(rank: int, world_size: int) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_plain_states_of_a_parameter_without_dimensions_are_taken(world_size: int) -> None:
     assert run_ranks(goes_on_with_plain_states, world_size) == [[]] * world_size
+
+
+class Counted(torch.optim.Optimizer):
+    """Steps by signs, less each time; of each parameter it keeps how many there were."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            count = self.state[param].setdefault("count", torch.tensor(0.0)).add_(1)
+            param.sub_(param.grad.sign() / count.item())
+
+
+def test_a_number_that_an_optimizer_keeps_of_each_parameter_stays_one(tmp_path: Path) -> None:
+    plain, wrapped = Scaled(), zshard.wrap(Scaled())
+    theirs, ours = (Counted(each.parameters(), {}) for each in (plain, wrapped))
+    for _ in range(3):
+        step(plain, theirs)
+        step(wrapped, ours)
+        zshard.save(tmp_path / "saved", wrapped, ours)
+    assert torch.equal(zshard.full_param(wrapped, "scale"), plain.scale)
+    assert float(ours.state[wrapped.scale]["count"]) == 3

@@ -80,7 +80,7 @@ def optimizer_inventory(
     else:
         for _, param, _ in params:
             if isinstance(param, Sharded):
-                check_states(param, optimizer.state.get(param, {}))
+                check_states(param, optimizer)
     groups = [
         _options_of(group, f"param_groups[{number}]", names)
         for number, group in enumerate(optimizer.param_groups)

@@ -56,19 +56,20 @@ def _before_step(
         for param in sharded:
             if not has_closure:
                 has_grad(param)  # which refuses one that no_sync holds back
-            check_states(param, optimizer.state.get(param, {}))
+            check_states(param, optimizer)
         if sharded:
             numbers = {k: _number(group[k]) for k in sorted(group.keys() - _HOW)}
             settings.append({k: value for k, value in numbers.items() if value is not None})
     note_step(type(optimizer).__name__, optimizer.param_groups, settings)
 
 
-def check_states(param: Sharded, states: dict[str, object]) -> None:
-    """Cut states to this parameter's shard where nothing is lost by that, and refuse others.
+def check_states(param: Sharded, optimizer: Optimizer) -> None:
+    """Cut whole states of ``param`` to its shard where nothing is lost by that; refuse others.
 
     Raises:
         OptimizerError: for a state of the whole parameter, or of another shard.
     """
+    states = optimizer.state.get(param, {})
     cut = any(isinstance(value, Sharded) for value in states.values())
     for name, value in list(states.items()):
         if isinstance(value, Sharded) and not value._lines_up_with(param):
@@ -84,7 +85,7 @@ def check_states(param: Sharded, states: dict[str, object]) -> None:
         # Made before wrap, as Adagrad does at once; or of a single element, whose whole state is as
         # good as cut. (Beside those that are, a 0-d one is a number: NAdam's product of momenta.)
         single = param.ndim == 0 and value.is_floating_point() and not cut
-        if single or _number(states.get("step")) == 0:
+        if (single and not _is_number(name, optimizer)) or _number(states.get("step")) == 0:
             dtype = param.flat.dtypes.master
             states[name] = param._like(own_slice(param, value).to(dtype, copy=True))
         elif value.ndim > 0:
@@ -94,6 +95,13 @@ def check_states(param: Sharded, states: dict[str, object]) -> None:
                 "states itself and cannot work on shards. Wrap the model first, or make a new "
                 "optimizer; zshard's take plain state_dicts."
             )
+
+
+def _is_number(name: str, optimizer: Optimizer) -> bool:
+    """Whether state ``name`` has no dimension for parameters that have some."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = (optimizer.state.get(param, {}).get(name) for param in params if param.ndim > 0)
+    return any(isinstance(state, torch.Tensor) and state.ndim == 0 for state in found)
 
 
 def _number(value: object) -> object:
