@@ -261,9 +261,11 @@ def test_torch_compile_gives_the_same_output() -> None:
     assert torch.equal(torch.compile(model, backend="eager")(batch(0, 0)), expected)
 
 
-def test_a_step_after_a_backward_that_raised_is_refused() -> None:
+@pytest.mark.parametrize("rule", [zshard.AdamW, torch.optim.AdamW])
+def test_a_step_after_a_backward_that_raised_is_refused(rule: type[torch.optim.Optimizer]) -> None:
     model, _ = pair()
-    optimizer = zshard.AdamW(model.parameters())
+    optimizer = rule(model.parameters())
+    models.loss_of(model, batch(0, 0)).backward()  # whose gradients the step could take
 
     def fail(*_: object) -> None:
         raise ValueError("user code")

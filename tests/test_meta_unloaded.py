@@ -144,6 +144,7 @@ USES: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "zshard.local_shards": lambda model, x: zshard.local_shards(model),
     "clipping": lambda model, x: zshard.clip_grad_norm_(model, 1.0),
     "an optimizer's step": lambda model, x: zshard.AdamW(model.parameters()).step(),
+    "unscaling or an optimizer": lambda model, x: torch.optim.AdamW(model.parameters()).step(),
     "unscaling": step_with_scaler,
     "load_state_dict": lambda model, x: model.load_state_dict({}, strict=False),
 }

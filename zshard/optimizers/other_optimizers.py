@@ -39,7 +39,7 @@ def _before_step(
     Raises:
         OptimizerError: if it has states of whole tensors for sharded parameters, or others' shards;
             if nothing of the model would change.
-        StateError: if no_sync holds back a gradient.
+        StateError: if no_sync holds back a gradient; as ``Backward.require_gradients``.
     """
     # A closure runs the last backward of the step, which may be the one that reduces.
     has_closure = any(callable(each) for each in (*args[1:], kwargs.get("closure")))
@@ -50,6 +50,8 @@ def _before_step(
         return
     if not has_closure:
         refuse_parameters_of_a_copy(params)
+        for schedule in dict.fromkeys(p.flat.schedule for p in params if isinstance(p, Sharded)):
+            schedule.backward.require_gradients()
     settings: list[dict[str, object]] = []
     for group in optimizer.param_groups:
         sharded = [param for param in group["params"] if isinstance(param, Sharded)]
