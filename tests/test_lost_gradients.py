@@ -157,6 +157,21 @@ def test_the_norm_of_gradients_that_were_dropped_is_zero() -> None:
     assert float(zshard.clip_grad_norm_(model, 100.0)) == 0.0
 
 
+def read_after(rank: int, world_size: int) -> bool:
+    model = zshard.wrap(Two())
+    model(torch.ones(4)).backward()
+    out = model(torch.ones(4))
+    out.register_hook(fail)
+    with pytest.raises(ValueError, match="user code"):
+        out.backward()
+    return zshard.full_grad(model, "a") is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_read_behind_a_backward_that_raised_finds_no_earlier_gradient(world_size: int) -> None:
+    assert all(run_ranks(read_after, world_size))
+
+
 @pytest.mark.parametrize(
     "precision",
     [zshard.Precision(reduce=torch.float64), zshard.Precision(compute=torch.float64)],

@@ -75,9 +75,11 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     """
     schedule = schedule_of(model)
     flat, index = _find(schedule, name)
-    there = flat.params[index].grad is not None
     call = f"full_grad({name!r})"
     with schedule.comm.awaited(call):
+        if schedule.backward.raised:
+            schedule.reset()  # first: the gradients of this step go
+        there = flat.params[index].grad is not None
         schedule.begin_call(call)
         tag = Tag(schedule.executor.step, "full_grad", "root")
         words = schedule.comm.all_gather_words([there, flat.grads.is_held_back(index)], tag)
