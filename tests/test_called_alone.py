@@ -1,4 +1,7 @@
-"""A unit that is called by itself, as of several models in a ModuleDict: looked at as the model."""
+"""A unit that is called by itself, as of several models in a ModuleDict: looked at as the model.
+
+So is a model that one of its methods calls.
+"""
 
 from __future__ import annotations
 
@@ -131,3 +134,24 @@ def test_buffers_of_a_module_that_several_have_are_the_first_ranks() -> None:
     first, second = run_ranks(shared_statistics, 2)
     assert first[0] != second[0]
     assert first[1] == second[1] == first[0]
+
+
+class Refiner(nn.Sequential):
+    """Makes something of what it has made."""
+
+    def refine(self, x: Tensor) -> Tensor:
+        return self(x + self(x).detach())
+
+
+def in_one_method(rank: int, world_size: int, cached: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = zshard.wrap(Refiner(*(Part() for _ in range(4))))
+    refine = zshard.method(model, "refine")
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        refine(torch.ones(5, 4) + rank).float().square().mean().backward()
+    return [zshard.full_grad(model, name) for name, _ in model.named_parameters()]
+
+
+def test_forwards_inside_one_method_are_as_without_autocasts_cache() -> None:
+    cached, without = (run_ranks(in_one_method, 2, each) for each in (True, False))
+    assert all(map(torch.equal, cached[0] + cached[1], without[0] + without[1]))

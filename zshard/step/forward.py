@@ -97,6 +97,7 @@ class ForwardHooks:
         if schedule.methods.running:
             schedule.methods.enter_forward()
             self._agreement.begin(Intent.FORWARD, self._executor.gathered_units, "a forward")
+            self._forget_casts()
         elif not inside_backward():
             with schedule.comm.awaited("the beginning of a forward"):
                 self._begin()
@@ -139,9 +140,12 @@ class ForwardHooks:
             self._agreement.abandon()
             raise
         self._backward.forwards.begin()
-        kind = schedule.device.type
+        self._forget_casts()
+
+    def _forget_casts(self) -> None:
+        """Have autocast cast anew: what it keeps belongs to a graph of an earlier forward."""
+        kind = self._schedule.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            # A cast that it keeps belongs to a graph of an earlier forward of that context.
             torch.clear_autocast_cache()
 
     def root_post_forward(self, module: nn.Module, args: object, output: object) -> object:
