@@ -307,3 +307,31 @@ def traced(rank: int, world_size: int, comm: str) -> None:
 @pytest.mark.parametrize("comm", ["group", "peer"])
 def test_a_model_is_traced_and_exported_with_whole_parameters_alone(comm: str) -> None:
     run_ranks(traced, 2, comm)
+
+
+def replaced(rank: int, world_size: int, call: str) -> None:
+    """What rank 1 has put in a parameter's place is not thrown out of it."""
+    model = trained(torch.float32)
+    begin = {
+        "full_params": lambda: zshard.full_params(model, write=True).__enter__(),
+        "state_dict": lambda: zshard.state_dict(model),
+    }
+    if rank == 0:
+        with pytest.raises(zshard.MismatchError, match="full_param"):
+            begin[call]()
+    else:
+        kept, new = model[0].bias, nn.Parameter(torch.zeros(model[0].bias.shape))
+        model[0].bias = new
+        with pytest.raises(zshard.StateError, match=r"0\.bias .* was replaced after"):
+            begin[call]()
+        assert model[0].bias is new
+        model[0].bias = kept
+        with pytest.raises(zshard.MismatchError, match=call):
+            zshard.full_param(model, "0.bias")
+    with zshard.full_params(model):
+        assert len(model[0].bias) > 0
+
+
+@pytest.mark.parametrize("call", ["full_params", "state_dict"])
+def test_a_parameter_that_a_rank_has_replaced_is_refused_before_the_ranks_meet(call: str) -> None:
+    run_ranks(replaced, 2, call, timeout=30)

@@ -204,21 +204,25 @@ class Schedule:
                 owe(self.agreement, self.comm, what)
             raise
 
-    def begin_call(self, what: str, *, unusable_ok: bool = False) -> None:
+    def begin_call(self, what: str, *, unusable_ok: bool = False, in_modules: bool = False) -> None:
         """Make sure that all ranks make the same collective call, after the same changes.
 
         Args:
             unusable_ok: the call is one that brings valid values.
+            in_modules: it puts others into the modules in the place of the sharded parameters.
 
         Raises:
             MismatchError: on every rank, if they do not.
-            StateError: inside a forward or backward; if the parameters hold no valid values.
+            StateError: inside a forward or backward; if the parameters hold no valid values; with
+                ``in_modules``, if a parameter was replaced.
         """
         if not unusable_ok:
             self.require_values(what)
         if self.backward.raised:
             self.reset()
         self.require_idle(what)
+        for unit in self.units if in_modules else ():
+            unit.require_parameters()
         tally = self.updates.tally()
         messages = self.agreement.begin(Intent.CALL, what, what, gathers=False, tally=tally)
         if not unusable_ok:

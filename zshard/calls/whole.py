@@ -112,9 +112,10 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             than a 16-bit parameter. After an exception nothing is taken.
 
     Raises:
-        StateError: inside a forward or backward, or inside another full_params; at the end, for a
-            gradient that was made inside and that no optimizer there has used; at the end of one
-            for writing, if a sharded parameter was changed meanwhile (by an optimizer's step, say).
+        StateError: inside a forward or backward, or inside another full_params; if a parameter was
+            replaced; at the end, for a gradient that was made inside and that no optimizer there
+            has used; at the end of one for writing, if a sharded parameter was changed meanwhile
+            (by an optimizer's step, say).
         InputError: at the end, for a parameter that was replaced by one of another shape, or of
             no values (on the meta device), or sparse.
         MismatchError: on every rank, if they do not all enter; at the end of one for writing, if
@@ -132,7 +133,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     if schedule.whole:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     with schedule.comm.awaited("full_params"):
-        schedule.begin_call("full_params")
+        schedule.begin_call("full_params", in_modules=True)
         wholes = {flat: _stand_ins(flat) for flat in schedule.flats}
     versions = [flat.version for flat in schedule.flats]
     with schedule.before_call(_END) if write else nullcontext():

@@ -29,7 +29,8 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
             no more of the model than that one flat buffer.
 
     Raises:
-        StateError: inside a forward or backward, or inside zshard.full_params; for simulated ranks.
+        StateError: inside a forward or backward, or inside zshard.full_params; for simulated ranks;
+            if a parameter was replaced.
         MismatchError: on every rank, if not all make this call.
         WrapError: if the model is not wrapped.
 
@@ -49,9 +50,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
     call = f"state_dict(all_ranks={all_ranks})"
     wanted = all_ranks or schedule.comm.world_rank == 0
     with schedule.comm.awaited(call):
-        schedule.begin_call(call)
-        for unit in schedule.units:
-            unit.require_parameters()
+        schedule.begin_call(call, in_modules=True)
         if all_ranks:
             schedule.module_buffers.broadcast(schedule.executor.step)
         whole = {flat: _on_the_host(flat, wanted) for flat in schedule.flats}
