@@ -302,3 +302,32 @@ def test_fp16_gradients_cannot_be_read_between_unscale_and_zero_grad(set_to_none
     optimizer.zero_grad(set_to_none)
     backward(model, scaler)
     assert zshard.full_grad(model, "inlet.weight").abs().max() > 0
+
+
+def test_fp16_gradients_stay_what_they_are_where_another_is_zeroed() -> None:
+    moved = []
+    for zeroes in (False, True):
+        model, scaler = fp16_gradients()
+        optimizer, before = (
+            zshard.SGD(model.parameters(), 1.0),
+            zshard.full_param(model, "inlet.weight"),
+        )
+        scaler.unscale_(optimizer)
+        zshard.clip_grad_norm_(model, 1e-6)
+        if zeroes:
+            model.outlet.bias.grad.zero_()
+        scaler.step(optimizer)
+        moved.append(zshard.full_param(model, "inlet.weight") - before)
+    assert moved[0].abs().max() > 0 and torch.equal(*moved)
+
+
+def test_fp16_gradients_that_are_all_zeroed_leave_nothing_of_a_norm_that_was_nan() -> None:
+    model, scaler = fp16_gradients()
+    optimizer = zshard.SGD(model.parameters(), 1.0)
+    (models.loss_of(model, models.batches("blocks", 1)[0]) * torch.nan).backward()
+    scaler.unscale_(optimizer)
+    assert zshard.clip_grad_norm_(model, 1.0).isnan()
+    scaler.step(optimizer)  # skipped
+    optimizer.zero_grad(set_to_none=False)
+    backward(model, scaler)
+    assert zshard.full_grad(model, "inlet.weight").isfinite().all()

@@ -10,6 +10,7 @@ is not finite, which parameters have a gradient on any rank, and which ranks' ba
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -64,6 +65,7 @@ class Reducer:
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32 or fp64, still to be applied
         self.unscales = False  # whether grad_scale takes a loss scale away
+        self._zeroed: dict[Flat, set[int]] = defaultdict(set)  # that have not been multiplied by it
         self.find_trained()
 
     def find_trained(self) -> None:
@@ -98,7 +100,7 @@ class Reducer:
         """Begin a backward: what the last one left lazy is read."""
         if self.has_gradients:
             self.apply_scale()
-        self.grad_scale, self.unscales = None, False
+        self._drop_scale()
         self._present.clear()
 
     def finish(self, tag: Tag, ending: Ending) -> None:
@@ -228,7 +230,7 @@ class Reducer:
         for flat in self.all_flats:
             flat.grads.drop_leaves()
         self.drop()
-        self.grad_scale, self.unscales = None, False
+        self._drop_scale()
 
     # --- what is known of the gradients ----------------------------------------------------------
 
@@ -274,7 +276,27 @@ class Reducer:
             for flat in self.all_flats:
                 if any(flat.grads.present):
                     flat.grads.owned().mul_(self.grad_scale.to(flat.dtypes.master))
-            self.grad_scale, self.unscales = None, False
+            self._drop_scale()
+
+    def before_zeroing(self, flat: Flat, index: int) -> None:
+        """Apply the factor, before gradient ``index`` of ``flat`` is zeroed, which it is past.
+
+        In fp16 small values of the others would become 0: there it waits until all are zeroed.
+        """
+        fp16 = any(each.dtypes.reduce == torch.float16 for each in self.all_flats)
+        if not (self.unscales and fp16):
+            self.apply_scale()
+            return
+        self._zeroed[flat].add(index)
+        present = (
+            (each, i) for each in self.all_flats for i, p in enumerate(each.grads.present) if p
+        )
+        if all(i in self._zeroed[each] for each, i in present):
+            self._drop_scale()
+
+    def _drop_scale(self) -> None:
+        self.grad_scale, self.unscales = None, False
+        self._zeroed.clear()
 
     @property
     def has_gradients(self) -> bool:
