@@ -190,9 +190,13 @@ def test_the_state_of_another_rule_is_refused() -> None:
         optimizer.load_state_dict(state)
 
 
-def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
+def test_a_model_without_values_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = models.CASES["blocks"].build()
     model = zshard.wrap(model, device="cpu")
     with pytest.raises(dcp.api.CheckpointException, match=r"checkpoint\.save is refused"):
         dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    whole = zshard.wrap(models.build("blocks"))
+    dcp.save({"model": whole.state_dict()}, checkpoint_id=tmp_path)
+    with pytest.raises(dcp.api.CheckpointException, match=r"checkpoint\.load is refused"):
+        dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path)

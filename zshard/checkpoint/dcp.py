@@ -55,9 +55,14 @@ def write_items(sharded: Sharded, name: str) -> list[WriteItem]:
 
 
 def chunks_to_read(sharded: Sharded) -> list[ChunkStorageMetadata]:
-    """What this rank owns of ``sharded``, all of which is about to be written."""
-    flat = sharded.flat
-    require_real(flat.schedule.comm.axes, "torch.distributed.checkpoint.load")
+    """What this rank owns of ``sharded``, all of which is about to be written.
+
+    Raises:
+        StateError: as ``write_items``: this brings values of some parameters, perhaps not all.
+    """
+    flat, what = sharded.flat, "torch.distributed.checkpoint.load"
+    require_real(flat.schedule.comm.axes, what)
+    flat.schedule.require_values(what)
     if sharded._local is None:
         flat.before_write()
         flat.updated(send_written=True)
