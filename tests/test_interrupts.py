@@ -325,3 +325,18 @@ def test_a_reset_inside_a_backward_is_refused_and_no_gradient_is_lost() -> None:
     assert len(refused) == 1
     for name, param in plain.named_parameters():
         assert torch.equal(zshard.full_grad(model, name), param.grad), name
+
+
+def test_a_reset_inside_a_forward_is_refused_and_the_forward_goes_on() -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), units="layer")
+    expected = model(torch.ones(2, 4))
+
+    def resets(*_: object) -> None:
+        with pytest.raises(zshard.StateError, match="inside a forward"):
+            zshard.reset(model)
+
+    model[1].register_forward_hook(resets)
+    out = model(torch.ones(2, 4))
+    out.sum().backward()
+    assert torch.equal(out, expected) and zshard.full_grad(model, "0.weight") is not None

@@ -14,7 +14,7 @@ from ..step.debts import settle
 from ..tracing.clock import Clock
 from ..tracing.recorder import Recorder
 from ..tracing.trace import Trace
-from ..training_state import TrainingState
+from ..training_state import TrainingState, calls_under_way
 from ..transports.counters import CommStats
 from ..wrap import schedule_of
 from .recovery import has_given_up, recover
@@ -151,7 +151,7 @@ def reset(model: nn.Module) -> None:
         CommError: if a rank does not come before the group's timeout; with replicas (HSDP), or
             where a model over the process group may be in the middle of a collective, too.
         MismatchError: on every rank, if some had made the step's update and some not.
-        StateError: inside a backward.
+        StateError: inside a forward or backward.
         WrapError: if the model is not wrapped.
 
     Example:
@@ -164,11 +164,16 @@ def reset(model: nn.Module) -> None:
         torch.Size([3, 2])
     """
     schedule = schedule_of(model)
-    under_way = schedule.executor.state is TrainingState.BACKWARD and not schedule.backward.raised
-    if under_way:
+    state = schedule.executor.state
+    if state is TrainingState.BACKWARD and not schedule.backward.raised:
         raise StateError(
             "zshard.reset was called inside a backward, which would go on without the gradients "
             "that are dropped. Raise an exception there, and call it behind the backward."
+        )
+    if state is TrainingState.FORWARD and calls_under_way(model) > 0:
+        raise StateError(
+            "zshard.reset was called inside a forward, which would go on with parameters that are "
+            "sharded again. Raise an exception there, and call it behind the forward."
         )
     if not has_given_up(schedule):
         try:
