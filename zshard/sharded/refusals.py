@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import takewhile
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -154,14 +153,13 @@ def _called_past(unit: Unit) -> str:
 
 
 def _method_at_work(model: torch.nn.Module) -> str:
-    """The outermost method of ``model``, none of nn.Module's, that this is called from; or "".
+    """The innermost public method of ``model``, none of nn.Module's, that calls this; or "".
 
-    In an optimizer's closure, the outermost in there: not one that has called the optimizer's step.
+    Those further out may be a whole training loop, which cannot gather as one.
     """
     own = set(dir(type(model))) - set(dir(torch.nn.Module))
-    callers = takewhile(lambda frame: not _is_optimizers(frame), _callers())
-    methods = [f.f_code.co_name for f in callers if f.f_locals.get("self") is model]
-    return next((name for name in reversed(methods) if name in own), "")
+    methods = (f.f_code.co_name for f in _callers() if f.f_locals.get("self") is model)
+    return next((name for name in methods if name in own and not name.startswith("_")), "")
 
 
 def _callers() -> Iterator[FrameType]:
@@ -174,11 +172,9 @@ def _callers() -> Iterator[FrameType]:
 
 def _in_step() -> bool:
     """Whether an optimizer is at work, and not in its closure, which runs with gradients."""
-    return not torch.is_grad_enabled() and any(map(_is_optimizers, _callers()))
-
-
-def _is_optimizers(frame: FrameType) -> bool:
-    return isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+    return not torch.is_grad_enabled() and any(
+        isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in _callers()
+    )
 
 
 def _wrapper_at_work() -> str | None:
