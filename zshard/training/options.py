@@ -197,7 +197,7 @@ def _refuse_traces_in_text(options: TrainOptions) -> None:
     place = os.path.realpath(options.trace or "")
     if not options.trace or (options.out and _parts_below(options.out, place) is not None):
         return
-    for folder in options.data:
+    for folder in filter(os.path.isdir, options.data):
         below = _parts_below(folder, place)
         if below is not None and not any(part.startswith(".") for part in below):
             raise InputError(
