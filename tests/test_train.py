@@ -275,6 +275,17 @@ def test_a_resumed_run_finds_its_text_elsewhere_and_refuses_another(
     ran("train", *resumed, "--data", moved, ranks=1)
 
 
+def test_a_resumed_run_leaves_traces_beside_its_text_or_in_its_own_folder(
+    whole_run: tuple[Path, str],
+) -> None:
+    run = whole_run[0]
+    given = {"resume": str(run), "steps": 9, "data": (str(run.parent),)}
+    with pytest.raises(InputError, match=r"--trace .*traces: --data takes text from this folder"):
+        resolve({**given, "trace": str(run.parent / "traces")})
+    own = str(run / "traces")  # no text is taken from the folder of a run
+    assert resolve({**given, "trace": own}).trace == own
+
+
 def test_a_checkpoint_of_another_program_is_not_resumed(tmp_path: Path) -> None:
     model = zshard.wrap(torch.nn.Linear(2, 3))
     zshard.save(tmp_path / "a", model, extra={"step": 1})
