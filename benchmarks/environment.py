@@ -17,14 +17,21 @@ from zshard.whole_files import write_whole
 
 
 def processor() -> str:
-    """The processor's name, as the system tells it."""
+    """The processor's name, as the system tells it; of an x86 one its family and model, too.
+
+    Several generations may have one name ("AMD EPYC"): family 25 is Zen 3 and 4, 26 is Zen 5.
+    """
+    facts: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in facts:
+        return name
+    return f"{name} (family {facts['cpu family']}, model {facts['model']})"
 
 
 def _ticks() -> tuple[int, int] | None:
