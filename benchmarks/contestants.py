@@ -7,6 +7,7 @@ gradients' communication, clipping or optimizer: what no way of sharding can sav
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import warnings
@@ -198,8 +199,11 @@ def make_fsdp1(setting: Setting) -> Contestant:
 
 def _ddp(setting: Setting) -> DistributedDataParallel:
     """Gradients are views of the buckets; buffers, constants here, are not sent in each forward."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    # What torch 2.13 calls broadcast_buffers, and warns of it.
+    not_sent = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
-        setting.build(), gradient_as_bucket_view=True, broadcast_buffers=False
+        setting.build(), gradient_as_bucket_view=True, **{not_sent: False}
     )
 
 
