@@ -75,8 +75,8 @@ def clip_grad_norm_(
     schedule.backward.require_gradients()
     everything = schedule.reducer.covers(params)
     if everything:
-        for flat in schedule.flats:
-            flat.grads.refuse_held_back()
+        for param in schedule.parameters():
+            param.flat.grads.refuse_held_back(param.segment)
     known = schedule.reducer.squares() if everything and norm_type == 2.0 else None
     if known is None:
         norm = _norm(schedule, params, norm_type).to(dtype)

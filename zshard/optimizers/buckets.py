@@ -249,8 +249,7 @@ def has_grad(param: torch.Tensor) -> bool:
     """
     if isinstance(param, Sharded):
         grads = param.flat.grads
-        if grads.is_held_back(param.segment):
-            grads.before_access(param.segment)
+        grads.refuse_held_back(param.segment)
         return grads.present[param.segment]
     return param.grad is not None
 

@@ -171,8 +171,7 @@ class Flat(FlatSizes):
         """
         if hasattr(self, "schedule"):  # else wrap is under way, in an init_fn
             self.schedule.backward.before_set_trained(self.names[index])
-        if self.grads.is_held_back(index):
-            self.grads.before_access(index)
+        self.grads.refuse_held_back(index)
         self.trained_count += value - self.trained[index]
         self.trained[index] = value
         self.full.set_trained(index, value)

@@ -141,14 +141,12 @@ class Gradients:
             StateError: if part of the gradient is held back by no_sync; if it is fp16 and still has
                 to be divided by a loss scale.
         """
-        if self.is_held_back(index):
-            raise StateError(held_back(self._flat.names[index]))
+        self.refuse_held_back(index)
         self._apply_scale(index)
 
     def before_look(self, index: int) -> torch.Tensor | None:
         """As ``before_access``, but leaves the shard; (1,), the factor still to be applied."""
-        if self.is_held_back(index):
-            self.before_access(index)
+        self.refuse_held_back(index)
         self._refuse_fp16(index)
         self._reducer.read_outcome()
         return self._reducer.grad_scale
@@ -197,11 +195,10 @@ class Gradients:
         """Whether a backward inside no_sync has left a gradient that is not reduced yet."""
         return self._held[index] is not None
 
-    def refuse_held_back(self) -> None:
-        """Raise StateError if any gradient is not reduced yet."""
-        for name, held in zip(self._flat.names, self._held, strict=True):
-            if held is not None:
-                raise StateError(held_back(name))
+    def refuse_held_back(self, index: int) -> None:
+        """Raise StateError if gradient ``index`` is not reduced yet."""
+        if self.is_held_back(index):
+            raise StateError(held_back(self._flat.names[index]))
 
     def zero_held_back(self, index: int) -> None:
         """Zero what no_sync holds of gradient ``index``, whose shard is about to be zeroed.
