@@ -101,6 +101,16 @@ def held_back(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return micro, zshard.full_grad(model, "blocks.1.up.weight").clone()
 
 
+def test_a_backward_adds_to_the_gradients_that_a_clip_has_scaled() -> None:
+    plain, model = models.build("blocks"), zshard.wrap(models.build("blocks"))
+    for batch in models.batches("blocks", 2):
+        models.loss_of(plain, batch).backward()
+        models.loss_of(model, batch).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        assert float(norm) > 0.05, "nothing was clipped"
+        assert torch.allclose(zshard.clip_grad_norm_(model, 0.05), norm)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_micro_batches_add_up_to_the_whole_batch(world_size: int) -> None:
     for micro, whole in run_ranks(held_back, world_size):

@@ -98,9 +98,7 @@ class Reducer:
 
     def start(self) -> None:
         """Begin a backward: what the last one left lazy is read."""
-        if self.has_gradients:
-            self.apply_scale()
-        self._drop_scale()
+        self.apply_scale()
         self._present.clear()
 
     def finish(self, tag: Tag, ending: Ending) -> None:
@@ -118,7 +116,7 @@ class Reducer:
         present = chain.from_iterable((none | self._present).values())
         stats = self._stats.sum(0)
         self._outcome = OutcomeSum(stats, ending, present, self._comm)
-        self._outcome.start(tag._replace(phase="reduce", about="norm"))
+        self._outcome.start(tag._replace(about="norm"))
 
     def read_outcome(self) -> None:
         """Read the result of the last backward's all-reduce, if that has not been done.
