@@ -109,7 +109,7 @@ class Agreement:
     def _begun(self, mine: Message, messages: Sequence[Message], gathers: bool) -> Pass:
         """The pass that the ranks begin, by what they have told each other."""
         key = (mine.intent, mine.trained, *(message.about for message in messages))
-        begun = self._programs.begin(key, gathers, self._loose)
+        begun = self._programs.begin(key, self._loose) if gathers else Pass(key)
         if mine.intent is Intent.BACKWARD:
             # It meets units in about the reverse of the unit map's order.
             begun.trained = [unit.index for unit in reversed(self._units) if unit.trained_count]

@@ -81,7 +81,7 @@ class Pass:
         program: what it follows; None where it goes from meeting to meeting.
         trained: units that it reduces; those that were not before its end, there in this order.
         reduces: whether it is a backward that reduces them, and has not ended.
-        follows: whether it began with a program.
+        follows: whether it began with a program, and has not left it if it reduces.
         to_be_learned: whether ranks have needed what is in no program, so there is a new one.
         meets_at_end: whether a meeting ends it.
         needed: what this rank has needed, in its order.
@@ -162,17 +162,15 @@ class Programs:
         self._unsteady: dict[Key, None] = {}  # those seen to go other ways under the same key
         self._alike: dict[Key, bool] = {}  # whether every rank needed all of it
 
-    def begin(self, key: Key, gathers: bool, loose: bool) -> Pass:
+    def begin(self, key: Key, loose: bool) -> Pass:
         """A pass of ``key``, with the program that it is to follow, if any.
 
         Args:
-            gathers: whether it consists of any gathers or reductions.
             loose: whether the ranks meet at its end in any case.
         """
-        known = gathers and key not in self._unsteady
-        program = self._learned.get(key) if known else None
-        anew = gathers and program is None
-        return Pass(key, program, to_be_learned=anew, meets_at_end=anew or (gathers and loose))
+        program = None if key in self._unsteady else self._learned.get(key)
+        anew = program is None
+        return Pass(key, program, to_be_learned=anew, meets_at_end=anew or loose)
 
     def learn(
         self,
