@@ -294,17 +294,11 @@ class Comm:
         self, op: str, sent: int, tag: Tag, over: Ranks, *, on_host: bool = True
     ) -> Iterator[None]:
         """A context for a collective that nobody can wait for again, should it be left."""
-        try:
-            with self.named_errors(op, tag):
-                self._count(op, sent, tag, over)
-                recorder = self.recorder
-                with recorder.meet(op, tag, sent, on_host=on_host) if recorder else _NOTHING:
-                    yield
-        except Error:
-            raise
-        except BaseException as error:  # out of a signal's handler, say
-            self.give_up(type(error), f"{op} in {tag}")
-            raise
+        with self.awaited(f"{op} in {tag}"), self.named_errors(op, tag):
+            self._count(op, sent, tag, over)
+            recorder = self.recorder
+            with recorder.meet(op, tag, sent, on_host=on_host) if recorder else _NOTHING:
+                yield
 
     def awaited(
         self, what: str, unit: str = "", *, but: tuple[type[Exception], ...] = (Error,)
