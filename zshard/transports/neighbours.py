@@ -99,17 +99,12 @@ class Neighbours(Standing):
             Missed: that names the rank; ``Comm`` says in which collective of which unit.
         """
         with self:
-            late = wait(_SLICE_SECONDS)
-            if late < 0:
-                return
             deadline = time.monotonic() + self._seconds
-            while late >= 0:
-                problem = self._problem(late, time.monotonic() >= deadline)
-                if problem:
+            while (late := wait(_SLICE_SECONDS)) >= 0:
+                if problem := self._problem(late, time.monotonic() >= deadline):
                     # So that one who waits for this rank learns which one this rank waits for.
                     self.give_up(problem)
                     raise Missed(problem)
-                late = wait(_SLICE_SECONDS)
 
     def _problem(self, late: int, out_of_time: bool) -> str:
         """Why it makes no sense to wait for rank ``late`` any longer; "" if it does."""
