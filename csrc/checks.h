@@ -75,8 +75,14 @@ class Checks {
         : op_(op), first_(first), device_(device_index(first)) {}
 
     template <typename... Parts>
+    [[noreturn]] void fail(const Parts&... parts) const {
+        throw std::runtime_error(text("zshard::", op_, ": ", parts...));
+    }
+
+    // Where `parts` cost nothing to make; else ask first, and call fail.
+    template <typename... Parts>
     void require(bool condition, const Parts&... parts) const {
-        if (!condition) throw std::runtime_error(text("zshard::", op_, ": ", parts...));
+        if (!condition) fail(parts...);
     }
 
     // `name` is what the message calls the tensor: a string, or a pair of a list's name and an
@@ -84,16 +90,16 @@ class Checks {
     template <typename Name>
     void same_device(const Name& name, const Tensor& t) const {
         if (device_index(t) != device_)
-            require(false, spell(name), " is ", describe(t), ", but the call's first tensor is on ",
-                    device_of(first_), ": move all of a call's tensors to one device");
+            fail(spell(name), " is ", describe(t), ", but the call's first tensor is on ",
+                 device_of(first_), ": move all of a call's tensors to one device");
     }
 
     template <typename Name>
     void flat(const Name& name, const Tensor& t) const {
         same_device(name, t);
         if (t.dim() != 1 || !t.is_contiguous())
-            require(false, spell(name), " is ", describe(t),
-                    ", but it must be 1-D and contiguous: pass t.view(-1) of a contiguous tensor");
+            fail(spell(name), " is ", describe(t),
+                 ", but it must be 1-D and contiguous: pass t.view(-1) of a contiguous tensor");
         aligned(name, t);
     }
 
@@ -101,23 +107,22 @@ class Checks {
     template <typename Name>
     void aligned(const Name& name, const Tensor& t) const {
         if (reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size() != 0)
-            require(false, spell(name), " is ", describe(t),
-                    ", at an address that is no multiple of its elements' ", t.element_size(),
-                    " bytes: pass a copy");
+            fail(spell(name), " is ", describe(t),
+                 ", at an address that is no multiple of its elements' ", t.element_size(),
+                 " bytes: pass a copy");
     }
 
     template <typename Name>
     void numel(const Name& name, const Tensor& t, int64_t wanted) const {
         if (t.numel() != wanted)
-            require(false, spell(name), " has ", t.numel(), " elements, but must have ", wanted,
-                    " as its companions");
+            fail(spell(name), " has ", t.numel(), " elements, but must have ", wanted,
+                 " as its companions");
     }
 
     template <typename Name>
     void type(const Name& name, const Tensor& t, ScalarType wanted) const {
         if (t.scalar_type() != wanted)
-            require(false, spell(name), " is ", describe(t), ", but its dtype must be ",
-                    name_of(wanted));
+            fail(spell(name), " is ", describe(t), ", but its dtype must be ", name_of(wanted));
     }
 
     // A floating-point dtype that the launchers know.
@@ -133,11 +138,10 @@ class Checks {
             case ScalarType::Double:
                 return Dtype::kFloat64;
             default:
-                break;
+                fail(spell(name), " is ", describe(t),
+                     ", but its dtype must be float32, bfloat16, float16 or float64: convert it "
+                     "first");
         }
-        require(false, spell(name), " is ", describe(t),
-                ", but its dtype must be float32, bfloat16, float16 or float64: convert it first");
-        return {};
     }
 
     // A flat tensor of `wanted` type and `rows` elements, or null.
@@ -158,8 +162,8 @@ class Checks {
         same_device(name, t);
         type(name, t, wanted);
         if (t.dim() != 2 || t.size(0) != rows || t.size(1) != columns || !t.is_contiguous())
-            require(false, name, " is ", describe(t),
-                    ", but must be a contiguous tensor of shape (", rows, ", ", columns, ")");
+            fail(name, " is ", describe(t), ", but must be a contiguous tensor of shape (", rows,
+                 ", ", columns, ")");
         return static_cast<const T*>(t.data_ptr());
     }
 

@@ -25,8 +25,8 @@ void launch(const Checks& check, const Tensor& on, const Args& args) {
         const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
         kCuda(args);
     } else {
-        check.require(false, "the tensors are on ", device_of(on),
-                      ", but zshard was built without CUDA: build it again with ZSHARD_CUDA=1");
+        check.fail("the tensors are on ", device_of(on),
+                   ", but zshard was built without CUDA: build it again with ZSHARD_CUDA=1");
     }
 }
 
@@ -55,31 +55,29 @@ PackArgs pack_args(const Checks& check, const char* flat_name, const Tensor& fla
         const int64_t numel = t.numel();
         const Dtype dtype = check.dtype(name, t);
         if ((dtype == Dtype::kFloat64) != (args.dtype == Dtype::kFloat64))
-            check.require(false, list_name, "[", i, "] is ", describe(t), " but ", flat_name,
-                          " is ", describe(flat),
-                          ": float64 goes only with float64, keep it in a flat buffer of its own");
+            check.fail(list_name, "[", i, "] is ", describe(t), " but ", flat_name, " is ",
+                       describe(flat),
+                       ": float64 goes only with float64, keep it in a flat buffer of its own");
         if (offsets[i] < end || offsets[i] > args.numel - numel)
-            check.require(
-                false, list_name, "[", i, "] has ", numel, " elements and offset ", offsets[i],
-                ", which ",
-                offsets[i] < end
-                    ? text("lies before the end of the entry before it, ", end)
-                    : text("passes the end of ", flat_name, ", ", args.numel, " elements"),
-                ": offsets must ascend and leave room for every entry");
+            check.fail(list_name, "[", i, "] has ", numel, " elements and offset ", offsets[i],
+                       ", which ",
+                       offsets[i] < end
+                           ? text("lies before the end of the entry before it, ", end)
+                           : text("passes the end of ", flat_name, ", ", args.numel, " elements"),
+                       ": offsets must ascend and leave room for every entry");
         const std::optional<Strided> view = merge_dims(t);
         if (!view)
-            check.require(false, list_name, "[", i, "] is ", describe(t),
-                          ": too many dimensions to walk, pass t.contiguous()");
+            check.fail(list_name, "[", i, "] is ", describe(t),
+                       ": too many dimensions to walk, pass t.contiguous()");
         if (numel == 0) continue;
         void* data = t.data_ptr();
         if (share_memory(data, extent(*view, numel) * size_of(dtype), args.flat,
                          args.numel * size_of(args.dtype)))
-            check.require(false, list_name, "[", i, "] and ", flat_name,
-                          " share memory: pass a copy of one");
+            check.fail(list_name, "[", i, "] and ", flat_name, " share memory: pass a copy of one");
         if (!zero_gaps) check.aligned(name, t);
         if (!zero_gaps && may_overlap(*view))
-            check.require(
-                false, list_name, "[", i, "] is ", describe(t),
+            check.fail(
+                list_name, "[", i, "] is ", describe(t),
                 ": several of its elements may lie in one place, write into a copy without that");
         zero_until(offsets[i]);
         args.pieces.push_back({data, dtype, offsets[i], numel, *view});
@@ -107,9 +105,8 @@ void require_castable(const Checks& check, const char* out_name, const Tensor& o
                       const char* src_name, const Tensor& src, Dtype from) {
     const bool wide = to == Dtype::kFloat64 || from == Dtype::kFloat64;
     if (wide && (size_of(to) == 2 || size_of(from) == 2))
-        check.require(false, out_name, " is ", describe(out), " and ", src_name, " is ",
-                      describe(src),
-                      ": float64 is cast only from and to float32, go through float32");
+        check.fail(out_name, " is ", describe(out), " and ", src_name, " is ", describe(src),
+                   ": float64 is cast only from and to float32, go through float32");
 }
 
 void cast_(const Tensor& out, const Tensor& src) {
@@ -150,8 +147,8 @@ void gather_cast_(const Tensor& full, const Tensors& shards) {
             args.src.peers[i] = nullptr;
         } else if (share_memory(args.src.peers[i], numel * size_of(args.src.dtype), args.out,
                                 args.src.count * part_bytes)) {
-            check.require(false, "shards[", i, "] and full share memory: pass a copy of one, or ",
-                          "the very part of full that the shard fills, in full's dtype");
+            check.fail("shards[", i, "] and full share memory: pass a copy of one, or ",
+                       "the very part of full that the shard fills, in full's dtype");
         }
     }
     launch<cpu::cast, cuda::cast>(check, full, args);
@@ -202,8 +199,8 @@ void launch_reduce(const Checks& check, const Tensor& acc, const char* chunks_na
         .in_place = alone && chunks.row<char>(0) == acc.data_ptr() && scale == 1.0 && !accumulate,
         .stats = check.optional_flat<double>("stats", stats, ScalarType::Double, 2)};
     if ((args.acc_dtype == Dtype::kFloat64) != (chunks.dtype == Dtype::kFloat64))
-        check.require(false, "acc is ", describe(acc), " but ", chunks_name, " is ",
-                      describe(chunk), ": float64 is summed only into float64");
+        check.fail("acc is ", describe(acc), " but ", chunks_name, " is ", describe(chunk),
+                   ": float64 is summed only into float64");
     launch<cpu::reduce, cuda::reduce>(check, acc, args);
 }
 
@@ -217,8 +214,8 @@ void reduce_(const Tensor& acc, const Tensor& chunks, double scale, bool accumul
     const bool dense = rows && (numel <= 1 || chunks.stride(1) == 1) &&
                        (chunks.size(0) == 1 || chunks.stride(0) >= numel);
     if (!dense)
-        check.require(false, "chunks is ", describe(chunks), ", but must have shape (W, ", numel,
-                      ") with W >= 1, stride 1 along a chunk and chunks that do not overlap");
+        check.fail("chunks is ", describe(chunks), ", but must have shape (W, ", numel,
+                   ") with W >= 1, stride 1 along a chunk and chunks that do not overlap");
     const Rows given{.dtype = check.dtype("chunks", chunks),
                      .count = chunks.size(0),
                      .base = chunks.data_ptr(),
@@ -231,8 +228,8 @@ void reduce_(const Tensor& acc, const Tensor& chunks, double scale, bool accumul
             static_cast<const char*>(given.base) + i * given.stride * size_of(given.dtype);
         const bool same = row == acc.data_ptr() && row_bytes == acc_bytes;
         if (!same && share_memory(row, row_bytes, acc.data_ptr(), acc_bytes))
-            check.require(false, "chunks[", i, "] and acc share memory: pass a copy of one, or ",
-                          "the very row as acc, in its dtype");
+            check.fail("chunks[", i, "] and acc share memory: pass a copy of one, or ",
+                       "the very row as acc, in its dtype");
     }
     launch_reduce(check, acc, "chunks", chunks, given, scale, accumulate, stats);
 }

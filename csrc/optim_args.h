@@ -27,23 +27,22 @@ void check_segments(const Checks& check, const OptimArgs<Rule>& args, bool ascen
     };
     for (const Segment& s : rows) {
         if (s.shard < 0 || s.shard >= shards)
-            check.require(false, "segment ", spell(s), " names a shard outside [0, ", shards, ")");
+            check.fail("segment ", spell(s), " names a shard outside [0, ", shards, ")");
         if (s.begin < 0 || s.begin > s.end || s.end > args.shards[s.shard].numel)
-            check.require(false, "segment ", spell(s), " is no range of shard ", s.shard,
-                          ", which has ", args.shards[s.shard].numel, " elements");
+            check.fail("segment ", spell(s), " is no range of shard ", s.shard, ", which has ",
+                       args.shards[s.shard].numel, " elements");
     }
     const auto before = [](const Segment& a, const Segment& b) {
         return std::tie(a.shard, a.begin, a.end) < std::tie(b.shard, b.begin, b.end);
     };
     const auto unordered = std::is_sorted_until(rows.begin(), rows.end(), before);
     if (ascending && unordered != rows.end())
-        check.require(false, "segment ", spell(*unordered), " is behind ", spell(unordered[-1]),
-                      ": give them in the order in which they lie in the shard");
+        check.fail("segment ", spell(*unordered), " is behind ", spell(unordered[-1]),
+                   ": give them in the order in which they lie in the shard");
     if (unordered != rows.end()) std::sort(rows.begin(), rows.end(), before);
     for (size_t g = 1; g < rows.size(); ++g)
         if (rows[g].shard == rows[g - 1].shard && rows[g].begin < rows[g - 1].end)
-            check.require(false, "segments ", spell(rows[g - 1]), " and ", spell(rows[g]),
-                          " overlap");
+            check.fail("segments ", spell(rows[g - 1]), " and ", spell(rows[g]), " overlap");
 }
 
 // The tables, a row a segment, and the factors of the step.
