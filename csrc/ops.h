@@ -15,7 +15,7 @@ inline constexpr int64_t size_of(Dtype dtype) {
     return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
 }
 
-// Calls f with a value of the C++ type that stores `dtype`, one of F = {float, Bf16, Fp16}.
+// Calls f with a value of the C++ type that stores `dtype`: float, Bf16 or Fp16.
 template <typename F>
 decltype(auto) dispatch(Dtype dtype, const F& f) {
     switch (dtype) {
@@ -37,11 +37,11 @@ void dispatch_cast(Dtype to, Dtype from, const F& f) {
     dispatch(to, [&](auto t) { dispatch(from, [&](auto s) { f(t, s); }); });
 }
 
-// Calls f with values of the C++ types of acc and chunks, as reduce_ allows them.
+// The same of a pair that pack_ or reduce_ allows: float64 goes only with float64.
 template <typename F>
-void dispatch_reduce(Dtype acc, Dtype chunk, const F& f) {
-    if (acc == Dtype::kFloat64) return f(double{}, double{});
-    dispatch(acc, [&](auto a) { dispatch(chunk, [&](auto c) { f(a, c); }); });
+void dispatch_pair(Dtype one, Dtype other, const F& f) {
+    if (one == Dtype::kFloat64) return f(double{}, double{});
+    dispatch(one, [&](auto a) { dispatch(other, [&](auto b) { f(a, b); }); });
 }
 
 // Most ranks whose memory one call reads. Their addresses travel in a kernel's arguments: 1,024 of

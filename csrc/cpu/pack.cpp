@@ -112,13 +112,8 @@ void for_pieces(const PackArgs& args, const F& f) {
             const int64_t begin = std::max<int64_t>(low - piece->offset, 0);
             const int64_t end = std::min(high - piece->offset, piece->numel);
             if (begin >= end) continue;
-            if (args.dtype == Dtype::kFloat64) {
-                f(double{}, double{}, *piece, begin, end);
-                continue;
-            }
-            dispatch(args.dtype, [&](auto flat) {
-                dispatch(piece->dtype, [&](auto value) { f(flat, value, *piece, begin, end); });
-            });
+            dispatch_pair(args.dtype, piece->dtype,
+                          [&](auto flat, auto value) { f(flat, value, *piece, begin, end); });
         }
         stream_fence();
     });

@@ -83,7 +83,7 @@ void reduce(const ReduceArgs& args) {
         if (args.acc_dtype == Dtype::kFloat64) return measure_typed<double>(args);
         return dispatch(args.acc_dtype, [&](auto x) { measure_typed<decltype(x)>(args); });
     }
-    dispatch_reduce(args.acc_dtype, args.chunks.dtype, [&](auto acc, auto chunk) {
+    dispatch_pair(args.acc_dtype, args.chunks.dtype, [&](auto acc, auto chunk) {
         reduce_typed<decltype(acc), decltype(chunk)>(args);
     });
 }

@@ -118,7 +118,7 @@ void finish_stats(const char* op, const Partial* partials, int64_t blocks, doubl
 }
 
 void reduce(const ReduceArgs& args) {
-    dispatch_reduce(args.acc_dtype, args.chunks.dtype, [&](auto acc, auto chunk) {
+    dispatch_pair(args.acc_dtype, args.chunks.dtype, [&](auto acc, auto chunk) {
         reduce_typed<decltype(acc), decltype(chunk)>(args);
     });
 }
