@@ -47,8 +47,7 @@ def groups_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> Groups:
             rows, or columns, order their ranks differently.
     """
     if mesh is None:
-        there = dist.is_available() and dist.is_initialized()
-        return _sharded_over(dist.group.WORLD if there else None)
+        return _sharded_over(dist.group.WORLD)
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim == 1:
             return _sharded_over(mesh.get_group())
