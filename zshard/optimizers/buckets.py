@@ -38,6 +38,7 @@ class Shard(NamedTuple):
 
     flat: Flat | None  # None: a plain parameter
     part: Range  # of what this rank updates
+    first: torch.Tensor  # the parameter that begins it; a plain one has a shard of its own
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part's elements of a tensor that has all, (O,)."""
@@ -93,7 +94,8 @@ class Bucket:
         everything = len(members) == len(flat.params)
         for run in _runs(members):
             part = Range(flat.local(run[0]).at.begin, flat.local(run[-1]).at.end)
-            shard = Shard(flat, Range(0, flat.owned.numel) if everything else part)
+            whole = Range(0, flat.owned.numel)
+            shard = Shard(flat, whole if everything else part, members[run[0]][0])
             split = flat.master.low is not None
             self._append(shard, shard.of(flat.master.send if split else flat.master.read()))
             if flat.master.low is not None:
@@ -104,7 +106,7 @@ class Bucket:
 
     def add_plain(self, param: torch.Tensor, group: int) -> None:
         """Append a row for a parameter that is not sharded, a shard of its own."""
-        self._append(Shard(None, Range(0, param.numel())), flat_view(param))
+        self._append(Shard(None, Range(0, param.numel()), param), flat_view(param))
         self._add_row(param, group, 0, param.numel())
 
     def _append(self, shard: Shard, master: torch.Tensor) -> None:
@@ -137,15 +139,10 @@ class Bucket:
 
     def grads(self) -> list[torch.Tensor]:
         """The gradient of every shard, 1-D, in the order of ``masters``."""
-        found: list[torch.Tensor] = []
-        for row in self.rows:
-            if row.shard == len(found):
-                shard = self.shards[row.shard]
-                flat = shard.flat
-                found.append(
-                    _plain_grad(row.param) if flat is None else shard.of(flat.grads.owned())
-                )
-        return found
+        return [
+            _plain_grad(each.first) if each.flat is None else each.of(each.flat.grads.owned())
+            for each in self.shards
+        ]
 
     def sends(self) -> list[torch.Tensor]:
         """The send buffers that the update writes too; none where the masters are sent."""
