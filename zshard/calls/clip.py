@@ -63,11 +63,13 @@ def clip_grad_norm_(
         >>> norm
         tensor(9.4868)
     """
-    if not isinstance(model_or_params, (nn.Module, torch.Tensor)):
-        model_or_params = _listed(model_or_params)
-        if not model_or_params:
-            return torch.tensor(0.0)
-    schedule, params = _resolve(model_or_params)
+    if isinstance(model_or_params, nn.Module):
+        schedule = schedule_of(model_or_params)
+        params = schedule.parameters()
+    elif listed := _listed(model_or_params):
+        schedule, params = _of_one_model(listed)
+    else:
+        return torch.tensor(0.0)
     wide = any(param.dtype == torch.float64 for param in params)
     dtype = torch.float64 if wide else torch.float32
     limit = _limit(max_norm, dtype)
@@ -152,19 +154,15 @@ def _positive(norm_type: object) -> float:
     return value
 
 
-def _listed(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _listed(params: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        return [params]
     if not isinstance(params, Iterable):
         raise InputError(f"{params!r}: expected a wrapped model or its parameters")
     return [*params]
 
 
-def _resolve(
-    model_or_params: nn.Module | torch.Tensor | list[torch.Tensor],
-) -> tuple[Schedule, list[Sharded]]:
-    if isinstance(model_or_params, nn.Module):
-        schedule = schedule_of(model_or_params)
-        return schedule, schedule.parameters()
-    given = [model_or_params] if isinstance(model_or_params, torch.Tensor) else model_or_params
+def _of_one_model(given: list[torch.Tensor]) -> tuple[Schedule, list[Sharded]]:
     params = [param for param in given if isinstance(param, Sharded)]
     if len(params) != len(given):
         raise InputError(
