@@ -42,7 +42,7 @@ _NOTHING = nullcontext()
 
 
 class Comm:
-    """The collectives of one wrapped model. With one rank nothing is communicated.
+    """The collectives of one wrapped model, on contiguous tensors. One rank communicates nothing.
 
     Args:
         mesh: see ``groups_of``.

@@ -181,15 +181,14 @@ class Neighbours(Standing):
         nbytes = value.nbytes
         # No memory is asked for after wrap: what has no room goes through the mailbox.
         room = nbytes in self._sums or (nbytes <= _SMALL_SUM and self._arena.has_room(nbytes))
-        if not room or not value.is_contiguous():
-            flat = value.reshape(-1)
+        if not room:
+            flat = value.view(-1)
 
             def take(begin: int, rows: torch.Tensor) -> None:
                 first, parts = begin // value.itemsize, rows.view(value.dtype)
                 flat[first : first + parts.shape[1]] = _sum(parts, maximum)
 
             self.swap(flat.view(torch.uint8), take)
-            value.copy_(flat.view_as(value))
             return None
         window = self._sums.get(nbytes)
         if window is None:

@@ -100,11 +100,10 @@ class PeerRanks(InMemoryRanks[SharedWindow]):
 
     def broadcast(self, value: torch.Tensor) -> None:
         """Replace ``value`` by the first rank's, in place."""
-        flat = value.contiguous().view(-1).view(torch.uint8)
+        flat = value.view(-1).view(torch.uint8)
         self.neighbours.swap(
             flat, lambda begin, rows: flat[begin : begin + rows.shape[1]].copy_(rows[0])
         )
-        value.copy_(flat.view(value.dtype).view_as(value))
 
 
 class _Gather(NamedTuple):
