@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from ranks import run_ranks
+from train_command import TINY, as_ranks
 
 import zshard
 from zshard.errors import InputError
@@ -49,6 +50,16 @@ def test_a_folder_is_read_in_order_without_hidden_files_and_those_of_runs(tmp_pa
         (tmp_path / name).write_text(name)
     found = [str(f.relative_to(tmp_path)) for f in find_files([str(tmp_path)])]
     assert found == ["a.txt", "b/1.txt", "b/2.txt"]
+
+
+def test_ranks_that_read_other_texts_are_told_before_the_first_step(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"text-{rank}").write_text(f"{rank} of 2 " * 99)
+    options = ("--data", tmp_path / "text-{rank}", "--out", tmp_path / "run", "--steps", 1)
+    for ended in as_ranks("train", *TINY, *options):
+        assert ended.status == 2
+        assert "ranks [1] read another text than rank 0 (CRC-32 " in ended.errors
+    assert not (tmp_path / "run").exists()
 
 
 def test_metrics_written_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
@@ -212,7 +223,7 @@ def test_rank_0_alone_plans_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     options = TrainOptions(data=(str(tmp_path),), plan=True)
     monkeypatch.setattr(train, "output_folder", lambda *_: tmp_path)
     for rank, planned, made in ((0, 1, 0), (1, 0, 1)):
-        job = Mock(rank=rank, world_size=2, device=torch.device("cpu"))
+        job = Mock(rank=rank, world_size=2, device=torch.device("cpu"), gather=lambda item: [item])
         monkeypatch.setattr(train, "Job", lambda *_, job=job: job)
         plan_of, run = Mock(side_effect=InterruptedError), Mock(side_effect=InterruptedError)
         monkeypatch.setattr(train, "plan_of", plan_of)

@@ -54,7 +54,10 @@ def ran(*arguments: object, ranks: int = 2) -> str:
 
 
 def as_ranks(*arguments: object, ranks: int = 2) -> list[Ended]:
-    """The command on forked ranks, as if a launcher had started them; by rank."""
+    """The command on forked ranks, as if a launcher had started them; by rank.
+
+    In the arguments "{rank}" is the rank's number.
+    """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     given = [str(argument) for argument in arguments]
     return run_ranks(_as_rank, ranks, given, store.port, timeout=DEADLINE, group=False)
@@ -70,7 +73,7 @@ def _as_rank(rank: int, world_size: int, arguments: list[str], port: int) -> End
         mock.patch("os._exit", sys.exit),  # the command ends its process, which has to report first
         pytest.raises(SystemExit) as end,
     ):
-        cli.main(arguments)
+        cli.main([argument.replace("{rank}", str(rank)) for argument in arguments])
     return Ended(end.value.code, printed.getvalue(), errors.getvalue())
 
 

@@ -206,6 +206,7 @@ def train(options: TrainOptions, place: Place) -> int:
             f"{corpus.checksum:08x}, not {origin.progress.text_crc32:08x}): give the same --data"
         )
     job = Job(place, choose_device(options.device))
+    _require_one_text(job, corpus)
     options = replace(options, ranks=job.world_size)
     out = output_folder(job, options.out)
     planned = None
@@ -229,6 +230,17 @@ def train(options: TrainOptions, place: Place) -> int:
             )
         job.leave()
     return 0 if complete else STOPPED
+
+
+def _require_one_text(job: Job, corpus: Corpus) -> None:
+    """Have every rank train on the same text: hosts may have another Python's source files, say."""
+    texts = job.gather(corpus.checksum)
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if others:
+        raise InputError(
+            f"ranks {others} read another text than rank 0 (CRC-32 {texts[others[0]]:08x}, not "
+            f"{texts[0]:08x}): give --data, the same on every host, that nothing writes to"
+        )
 
 
 def _announce(run: Run, origin: Origin | None) -> None:
