@@ -266,6 +266,23 @@ def test_a_plan_checks_the_model_that_it_was_made_for_and_no_other(strategy: str
         assert "optimizer of the model" in optimizer and "planned 0" in optimizer
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_accumulation_keeps_besides_is_not_held_against_a_plan(strategy: str) -> None:
+    options = {"strategy": strategy, "precision": POLICIES["bf16"]}
+    planned = zshard.plan(models.build("blocks"), 1, **options)
+    model = zshard.wrap(models.build("blocks"), **options)
+    optimizer = zshard.AdamW(model.parameters())
+    x = models.batches("blocks", 1, 0)[0]
+    step(model, optimizer, "blocks", 0)
+    with zshard.no_sync(model):
+        models.loss_of(model, x).backward()
+        planned.check(model)
+    models.loss_of(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    planned.check(model)
+
+
 def test_states_of_fp64_parameters_are_planned_in_fp64_and_are_not_checked() -> None:
     model = nn.Sequential(nn.Linear(7, 8), nn.Linear(7, 8).double())
     planned = zshard.plan(model, 1)

@@ -165,7 +165,9 @@ def test_a_planned_run_prints_the_plan_and_what_it_came_to(text: Path, tmp_path:
     more = ("--resume", tmp_path, "--plan", "--machine", "h100", "--accumulate", 2, "--steps")
     printed = ran("train", *more, 6)
     assert "planned and measured, MB" in printed and "A step took" not in printed
-    assert "on h100 for each of 2 parts." in ran("train", *more, 9)
+    printed = ran("train", *more, 9)
+    assert "The plan held within 2 %." in printed and "for --accumulate, is not" in printed
+    assert "on h100 for each of 2 parts." in printed
 
 
 def test_a_machine_without_a_plan_is_refused() -> None:

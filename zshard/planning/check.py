@@ -29,6 +29,10 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"plan.with_world_size({size}).check(model)"
         )
     found, planned = cast(Any, memory(model)), cast(Any, plan.to_dict())
+    for unit, real in zip(schedule.units, found["units"], strict=True):
+        besides = sum(flat.grads.held_back_bytes for flat in unit.flats)  # not planned
+        real["gradients"] -= besides
+        found["now"]["gradients"] -= besides
     # Not padding, which differs between ranks, nor activations, which are autograd's.
     kinds: tuple[str, ...] = KINDS
     if any(flat.dtypes.master == torch.float64 and flat.requires_grad for flat in schedule.flats):

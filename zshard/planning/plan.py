@@ -208,7 +208,7 @@ class Plan:
         """Make sure that a wrapped model takes what was planned, within 2 % of every kind and unit.
 
         Call it after the first step: before, gradients and states are not there. Activations are
-        not zshard's memory and not compared.
+        not zshard's memory and not compared; nor is what accumulation in ``no_sync`` takes besides.
 
         Raises:
             PlanError: with every kind and unit that differs.

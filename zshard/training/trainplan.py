@@ -71,6 +71,8 @@ def compare(
     try:
         planned.check(model)
         lines.append("The plan held within 2 %. (Activations are autograd's, and not measured.)")
+        if options.accumulate > 1:
+            lines.append("(What gradients take besides, for --accumulate, is not planned.)")
     except PlanError as error:
         lines.append(f"The plan did not hold: {error}")
     taken = [step.seconds for step in steps[_LEARNING:]]

@@ -89,6 +89,11 @@ class Gradients:
         kept = [t for t in (self._memory, self._sums) if t is not None]
         return sum(t.nbytes for t in kept) + sum(map(self._bytes_of_its_own, self._held))
 
+    @property
+    def held_back_bytes(self) -> int:
+        """Those of ``nbytes`` that accumulation inside no_sync takes besides."""
+        return self.nbytes - (0 if self._memory is None else self._memory.nbytes)
+
     def _bytes_of_its_own(self, held: torch.Tensor | None) -> int:
         """Bytes of one held back; 0 where it lies in the buffer or among the sums."""
         kept = (self._memory, self._sums)
