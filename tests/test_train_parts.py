@@ -1,6 +1,7 @@
 """What `zshard train` is made of: text, model and metrics, each on its own."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from ranks import run_ranks
 from train_command import TINY, as_ranks
 
 import zshard
+from zshard import cli
 from zshard.errors import InputError
 from zshard.gpt import GPT, SIZES, GPTConfig, generate
 from zshard.training import train
@@ -124,6 +126,38 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"rank 5 is number 2 on this machine .* has 2 GPUs"):
         Job(Place(5, 8, 2), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("RANK=a WORLD_SIZE=2", "RANK=a WORLD_SIZE=2, in the environment, is no rank of a job"),
+        ("RANK=0 WORLD_SIZE=0", "is no rank of a job: unset them, or start the ranks with torch"),
+        ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0", "LOCAL_RANK=0, in the environment, is no rank"),
+        ("RANK=0 WORLD_SIZE=2", "rank 0 of 2 cannot join the others: .* MASTER_ADDR expected"),
+    ],
+)
+def test_a_place_that_the_environment_names_in_part_is_refused(
+    told: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, _, value in (each.partition("=") for each in told.split()):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr("zshard.training.job._follow_parent", lambda: None)
+    (tmp_path / "text").write_text("x" * 999)
+    options = [*TINY, "--data", str(tmp_path / "text"), "--out", str(tmp_path / "run")]
+    try:
+        status = cli.main(["train", *options])
+    except SystemExit as end:  # as a rank, which ends its process
+        status = end.code
+    assert status == 2 and re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
 
 
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(

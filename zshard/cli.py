@@ -50,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(lambda: run_ckpt(**given), "zshard")
     if command == "plan":
         return _report(lambda: run_plan(**given), "zshard")
-    place = Place.from_environment()
+    try:
+        place = Place.from_environment()
+    except InputError as error:
+        _say(f"zshard: error: {error}")
+        return BAD_INPUT
     name = "zshard" if place is None else f"zshard: rank {place.rank}"
     status = _report(lambda: _train(given, arguments, place), name, prints=False)
     if place is not None:

@@ -27,6 +27,7 @@ from ..errors import CommError, InputError
 # Exit status of a job that SIGTERM stopped and that has saved all it did: 128 + 15, as of a process
 # that SIGTERM ended. To Slurm and Kubernetes the job is not complete, and may be started again.
 STOPPED = 128 + signal.SIGTERM
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _DEADLINE = timedelta(minutes=5)  # of one collective; ranks wait for one another no longer
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -41,11 +42,22 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> Place | None:
-        """What the launcher or torchrun told this process; None when neither started it."""
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        """What the launcher or torchrun told this process; None when neither started it.
+
+        Raises:
+            InputError: for what is no place in a job.
+        """
+        told = {name: os.environ[name] for name in _PLACE if name in os.environ}
+        if "RANK" not in told or "WORLD_SIZE" not in told:
             return None
-        rank = int(os.environ["RANK"])
-        return cls(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+        numbers = [int(text) if text.isdecimal() else -1 for text in told.values()]
+        if min(numbers) < 0 or numbers[0] >= numbers[1]:
+            raise InputError(
+                f"{' '.join(f'{name}={text}' for name, text in told.items())}, in the environment, "
+                "is no rank of a job: unset them, or start the ranks with torchrun"
+            )
+        rank, size, *local = numbers
+        return cls(rank, size, *(local or [rank]))
 
 
 def choose_device(device: str) -> str:
@@ -73,7 +85,8 @@ class Job:
         """Take the rank's device; join the process group where there are several ranks.
 
         Raises:
-            InputError: for a rank that has no GPU of its own.
+            InputError: for a rank that has no GPU of its own, or is not told where the others are.
+            CommError: if the others do not come.
         """
         self.rank = place.rank
         self.world_size = place.world_size
@@ -90,7 +103,17 @@ class Job:
         if self.world_size > 1:
             _follow_parent()
             backend = "nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=_DEADLINE)
+            try:
+                dist.init_process_group(backend, timeout=_DEADLINE)
+            except ValueError as error:
+                raise InputError(
+                    f"rank {self.rank} of {self.world_size} cannot join the others: {error}. Unset "
+                    "RANK and WORLD_SIZE, or start the ranks with torchrun"
+                ) from error
+            except RuntimeError as error:
+                raise CommError(
+                    f"rank {self.rank} of {self.world_size} cannot join the others: {error}"
+                ) from error
         self.stopping = False
         self._asked_to_stop = False
 
