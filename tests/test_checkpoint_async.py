@@ -8,6 +8,7 @@ import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 
 import models
 import pytest
@@ -162,3 +163,42 @@ def beside(rank: int, size: int) -> list[list[int]]:
 
 def test_a_control_group_is_made_by_ranks_that_are_in_different_numbers_of_groups() -> None:
     assert run_ranks(beside, 3, timeout=60) == [[[0, 1]] * 2, [[0, 1]] * 2, []]
+
+
+def in_a_fork(rank: int, size: int, folder: str) -> None:
+    model, optimizer = started(rank)
+    halt, real = Event(), os.pwrite
+
+    def held(*args: object) -> int:
+        assert halt.wait(60)
+        return real(*args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", held)
+        handle = zshard.save(f"{folder}/a", model, optimizer, asynchronous=True)
+        assert isinstance(handle, zshard.SaveHandle)
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                for ask in (handle.wait, handle.done):
+                    with pytest.raises(zshard.StateError, match=r"a\) goes on in the process that"):
+                        ask()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        halt.set()
+        handle.wait()
+    status = 1
+    if (child := os.fork()) == 0:
+        try:
+            handle.wait()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.listdir(folder) == ["a"]
+
+
+def test_a_forked_process_does_not_wait_for_what_the_rank_still_writes(tmp_path: Path) -> None:
+    run_ranks(in_a_fork, 1, str(tmp_path))

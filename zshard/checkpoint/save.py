@@ -40,7 +40,7 @@ class SaveHandle:
     """
 
     def __init__(self, writer: Writer, future: Future[None]) -> None:
-        self._writer, self._future = writer, future
+        self._writer, self._future, self._process = writer, future, os.getpid()
         self.told = False
         self.path, self.total_bytes = writer.target, writer.total_bytes
 
@@ -50,14 +50,25 @@ class SaveHandle:
         return self._writer.written_bytes
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
+        """Whether it has ended, well or not.
+
+        Raises:
+            StateError: in a process that was forked before it ended.
+        """
+        ended = self._future.done()
+        if not ended and os.getpid() != self._process:
+            raise StateError(
+                f"save({shown(self.path)}) goes on in the process that this one was forked from, "
+                "and is not heard of here: wait there"
+            )
+        return ended
 
     def wait(self) -> None:
         """Wait for its end.
 
         Raises:
             Error: on every rank, if it failed on one.
+            StateError: in a process that was forked before it ended.
         """
         failure = self.failure()
         self.told = True
@@ -66,6 +77,7 @@ class SaveHandle:
 
     def failure(self) -> BaseException | None:
         """What it failed with, None if it did not; waits for its end."""
+        self.done()  # its error, where it will never be
         return self._future.exception()
 
 
