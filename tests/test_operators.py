@@ -175,3 +175,15 @@ def test_a_cast_of_autocasts_outside_the_unit_is_told_where_the_parameter_is_use
         pytest.raises(zshard.ShardedAccessError, match=match),
     ):
         model(torch.ones(2, 3))
+
+
+def test_a_number_is_put_where_a_mask_is_true_and_a_mask_of_rows_is_refused() -> None:
+    plain = nn.Linear(4, 4)
+    model = zshard.wrap(copy.deepcopy(plain))
+    for of in (plain, model):
+        with torch.no_grad():
+            of.weight[of.weight < 0] = 0.5
+    assert torch.equal(zshard.full_param(model, "weight"), plain.weight)
+    with torch.no_grad(), pytest.raises(zshard.ShardedAccessError, match="weight"):
+        model.weight[model.bias > -9.0] = 0.0
+    assert torch.equal(zshard.full_param(model, "weight"), plain.weight)

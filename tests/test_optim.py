@@ -31,6 +31,8 @@ TORCH_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd_fused": lambda m: torch.optim.SGD(m.parameters(), lr=5e-2, momentum=0.9, fused=True),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3, eps=1e-4, momentum=0.5),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2, eps=1e-6),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=1e-3, foreach=False),
+    "rprop_foreach": lambda m: torch.optim.Rprop(m.parameters(), lr=1e-3, foreach=True),
 }
 
 

@@ -202,6 +202,11 @@ class Sharded(torch.Tensor):
         """As torch's: nobody can take it into another process."""
         return False
 
+    def __setitem__(self, index: Any, value: Any) -> None:  # of a mask, as in torch's Rprop
+        is_mask = isinstance(index, Sharded) and index.shape == self.shape
+        fills = is_mask and isinstance(value, (int, float))
+        (self.masked_fill_ if fills else super().__setitem__)(index, value)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "parameter" if self._is_param else "tensor"
         return (
@@ -245,11 +250,7 @@ class Sharded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        cls, func: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
         from .sharded.dispatch import run  # not above: it asks what is Sharded
 
@@ -257,11 +258,10 @@ class Sharded(torch.Tensor):
 
 
 def _refuse_gradient(flat: ref[Flat], segment: int, grad: torch.Tensor) -> NoReturn:
-    of = flat()
     raise StateError(
-        f"{of.names[segment] if of else 'a parameter'}: a graph outside of a forward has used the "
-        "sharded parameter, whose gradient would be lost. Use it in a forward, or in a method that "
-        "zshard.method(model, name) has gather."
+        f"{of.names[segment] if (of := flat()) else 'a parameter'}: a graph outside of a forward "
+        "has used the sharded parameter, whose gradient would be lost. Use it in a forward, or in "
+        "a method that zshard.method(model, name) has gather."
     )
 
 
