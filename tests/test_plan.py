@@ -283,12 +283,12 @@ def test_what_accumulation_keeps_besides_is_not_held_against_a_plan(strategy: st
     planned.check(model)
 
 
-def test_states_of_fp64_parameters_are_planned_in_fp64_and_are_not_checked() -> None:
+def test_states_of_fp64_parameters_are_planned_and_checked_in_fp64() -> None:
     model = nn.Sequential(nn.Linear(7, 8), nn.Linear(7, 8).double())
     planned = zshard.plan(model, 1)
     assert planned.to_dict()["per_rank"]["optimizer"] == 96 * 2 * (4 + 8)  # with padding
     zshard.wrap(model)
-    optimizer = zshard.AdamW(model[0].parameters())
+    optimizer = zshard.AdamW(model.parameters())
     (model[0](torch.ones(2, 7)).sum() + model[1](torch.ones(2, 7).double()).sum()).backward()
     optimizer.step()
     planned.check(model)

@@ -11,6 +11,7 @@ from . import ops
 from .errors import InputError
 from .optimizers.buckets import Bucket, Hyper, Kind
 from .optimizers.fused import FusedOptimizer, ParamGroups
+from .optimizers.wide import Rule, wide_adamw, wide_sgd
 
 
 def _number(name: str, value: Any) -> float:
@@ -71,8 +72,8 @@ class _FusedAdam(FusedOptimizer):
         decoupled = self._decoupled
         return dict(amsgrad=False, maximize=False, decoupled_weight_decay=decoupled)
 
-    def _op(self) -> Callable[..., None]:
-        return ops.adamw_
+    def _rules(self) -> tuple[Callable[..., None], Rule]:
+        return ops.adamw_, wide_adamw
 
 
 class AdamW(_FusedAdam):
@@ -87,7 +88,8 @@ class AdamW(_FusedAdam):
         amsgrad, maximize: True is refused.
         foreach, fused: taken for torch's sake; there is one way to launch.
 
-    The states, exp_avg and exp_avg_sq, are fp32 and sharded like their parameter.
+    The states, exp_avg and exp_avg_sq, are fp32, or fp64 of float64 parameters, and sharded like
+    their parameter. (Those parameters are updated by operations of torch, not in the one pass.)
 
     Raises:
         InputError: a hyper-parameter out of range; amsgrad or maximize.
@@ -210,5 +212,5 @@ class SGD(FusedOptimizer):
     def _torch_settings(self) -> dict[str, Any]:
         return {}
 
-    def _op(self) -> Callable[..., None]:
-        return ops.sgd_
+    def _rules(self) -> tuple[Callable[..., None], Rule]:
+        return ops.sgd_, wide_sgd

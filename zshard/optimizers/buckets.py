@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,11 @@ class Kind(NamedTuple):
     grad: torch.dtype
     send: torch.dtype | None  # None: the master is what is sent
     split: bool
+
+    @property
+    def wide(self) -> bool:
+        """Whether masters and states are float64, as gradients are then."""
+        return self.grad == torch.float64
 
 
 class Shard(NamedTuple):
@@ -69,9 +74,9 @@ class Bucket:
     names: tuple[str, ...]
     rows: list[Row] = field(default_factory=list)
     shards: list[Shard] = field(default_factory=list)
-    masters: list[torch.Tensor] = field(default_factory=list)  # (S,) fp32, or upper planes
+    masters: list[torch.Tensor] = field(default_factory=list)  # (S,) fp32, fp64 or upper planes
     lows: list[torch.Tensor] = field(default_factory=list)  # (S,) int16, where masters are split
-    states: dict[str, list[torch.Tensor]] = field(init=False)  # (S,) fp32 each
+    states: dict[str, list[torch.Tensor]] = field(init=False)  # (S,) fp32, or fp64, each
     _hypers_of: list[Hyper] | None = None
     _active_of: list[bool] | None = None
 
@@ -113,7 +118,8 @@ class Bucket:
         self.shards.append(shard)
         self.masters.append(master)
         for states in self.states.values():
-            states.append(torch.zeros_like(master, dtype=torch.float32))
+            dtype = torch.promote_types(master.dtype, torch.float32)
+            states.append(torch.zeros_like(master, dtype=dtype))
 
     def _add_row(self, param: torch.Tensor, group: int, begin: int, end: int) -> None:
         self.rows.append(Row(param, group, len(self.shards) - 1, begin, end))
@@ -143,6 +149,13 @@ class Bucket:
             _plain_grad(each.first) if each.flat is None else each.of(each.flat.grads.owned())
             for each in self.shards
         ]
+
+    def arguments(self, all_active: bool) -> tuple[Any, ...]:
+        """What the op takes, up to ``grad_scale``."""
+        states = [*self.states.values()] or [[]]  # SGD without momentum has none
+        shards = (self.masters, self.lows, *states, self.grads(), self.sends())
+        tables = (self.segments, self.hypers, self.steps)
+        return *shards, *tables, None if all_active else self.active
 
     def sends(self) -> list[torch.Tensor]:
         """The send buffers that the update writes too; none where the masters are sent."""
@@ -180,8 +193,8 @@ def buckets_of(
         names: the states of a parameter.
 
     Raises:
-        OptimizerError: for a master that is not fp32, or a parameter that is not one block of
-            memory.
+        OptimizerError: for a plain parameter that is neither float32 nor float64, or not one block
+            of memory.
     """
     found: dict[Kind, Bucket] = {}
     by_flat: dict[Flat, dict[int, tuple[Sharded, int]]] = {}
@@ -213,29 +226,19 @@ def kind_of(param: torch.Tensor) -> Kind:
     """The bucket that ``param`` belongs to.
 
     Raises:
-        OptimizerError: if its master is not fp32.
+        OptimizerError: for a plain one that is neither float32 nor float64.
     """
     if isinstance(param, Sharded):
         flat = param.flat
         send = flat.dtypes.compute if flat.master.has_copy else None
-        kind = Kind(flat.schedule, flat.device, flat.dtypes.reduce, send, flat.dtypes.split)
-        master = flat.dtypes.master
-    else:
-        kind = Kind(None, param.device, param.dtype, None, split=False)
-        master = param.dtype
-    if master != torch.float32:
-        raise other_master(param, master)
-    return kind
-
-
-def other_master(param: torch.Tensor, dtype: torch.dtype) -> OptimizerError:
-    """What to raise for a parameter whose master is not fp32."""
-    shape = f"a parameter of shape {tuple(param.shape)}"
-    name = param.fqn if isinstance(param, Sharded) else shape
-    return OptimizerError(
-        f"{name} has a {dtype} master; zshard's optimizers update fp32 masters. Those of "
-        "torch.optim work on every dtype."
-    )
+        return Kind(flat.schedule, flat.device, flat.dtypes.reduce, send, flat.dtypes.split)
+    if param.dtype not in (torch.float32, torch.float64):
+        raise OptimizerError(
+            f"a parameter of shape {tuple(param.shape)} is {param.dtype}; zshard's optimizers "
+            "update float32 and float64, as the masters of wrapped models are. Those of "
+            "torch.optim work on every dtype."
+        )
+    return Kind(None, param.device, param.dtype, None, split=False)
 
 
 def has_grad(param: torch.Tensor) -> bool:
@@ -294,5 +297,3 @@ def require_updatable(params: Sequence[torch.Tensor]) -> None:
                 "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
                 "first."
             )
-        if param.dtype == torch.float64 and param.requires_grad:  # its master is, too
-            raise other_master(param, param.dtype)

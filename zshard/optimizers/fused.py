@@ -1,7 +1,7 @@
 """What zshard's optimizers share: one op call over every shard of the model, and its states.
 
-Also for plain, unsharded fp32 parameters, which get the same bits: an element's update does not
-depend on where it lies. (Other elementwise optimizers come from torch.optim, and work on shards.)
+Also for plain, unsharded parameters, which get the same bits: an element's update does not depend
+on where it lies. (Other elementwise optimizers come from torch.optim, and work on shards.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..units.flat import Flat
 from .buckets import Bucket, Hyper, Kind, buckets_of, has_grad, require_updatable
 from .optim_states import as_sharded, check_fits, saved_states, sharded_like, slice_of
 from .stand_ins import refuse_parameters_of_a_copy
+from .wide import Rule, wide_step
 
 Saved = Sequence[tuple[torch.Tensor, dict[str, Any]]]  # parameters and their states
 ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
@@ -68,8 +70,8 @@ class FusedOptimizer(Optimizer):
         """What torch.optim's groups say of the rule, and is the same for all of these."""
 
     @abstractmethod
-    def _op(self) -> Callable[..., None]:
-        """What takes a step: ``ops.adamw_``, or what differs from it in its states alone."""
+    def _rules(self) -> tuple[Callable[..., None], Rule]:
+        """What takes a step, ``ops.adamw_`` say, and what does that of one float64 parameter."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -77,7 +79,7 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             OptimizerError: parameters that were wrapped after the optimizer had taken a step on
-                them, or whose master is not fp32; or those of a copy of the model that was wrapped.
+                them, or plain 16-bit ones; or those of a copy of the model that was wrapped.
             InputError: a group's settings that ask for another rule.
         """
         loss = None
@@ -106,9 +108,8 @@ class FusedOptimizer(Optimizer):
         """As torch.optim.Optimizer's.
 
         Raises:
-            OptimizerError: for whole parameters of a wrapped model; for float64 ones.
-            InputError: for settings out of range, or of another rule; a parameter that is there
-                twice.
+            OptimizerError: for whole parameters of a wrapped model.
+            InputError: for settings out of range or of another rule, or a parameter twice.
         """
         if isinstance(param_group, dict):
             if other := self._other_rule(param_group):
@@ -127,19 +128,20 @@ class FusedOptimizer(Optimizer):
         schedule = kind.schedule
         grad_scale = None if schedule is None else schedule.reducer.grad_scale
         if grad_scale is not None:
-            grad_scale = grad_scale.float()  # fp64 where other parameters of the model are
+            grad_scale = grad_scale.to(torch.float64 if kind.wide else torch.float32)
         with nullcontext() if schedule is None else schedule.executor.doing("step", schedule.root):
             bucket.refresh(hypers, active)
             bucket.before_write()
-            states = [*bucket.states.values()] or [[]]  # SGD without momentum has none
-            shards = (bucket.masters, bucket.lows, *states, bucket.grads(), bucket.sends())
-            tables = (bucket.segments, bucket.hypers, bucket.steps)
-            chosen = None if all(active) else bucket.active
+            op, rule = self._rules()
+            if kind.wide:
+                update = partial(wide_step, rule, bucket, bucket.grads(), active, hypers)
+            else:
+                update = partial(op, *bucket.arguments(all(active)))
             with nullcontext() if schedule is None else schedule.updates.change() as change:
                 bucket.note_written()  # before: should an exception come, all is gathered again
                 if change is not None:
                     change.begun = True
-                self._op()(*shards, *tables, chosen, grad_scale)
+                update(grad_scale)
 
     def lay_out(self, given: Iterable[Mapping[str, Any]] = ()) -> None:
         """Lay out buckets and states (those ``given``, too) anew, if parameters have changed."""
@@ -192,11 +194,7 @@ class FusedOptimizer(Optimizer):
                 schedule.pool.ledger.set_optimizer(id(self), nbytes)
 
     def state_bytes(self, schedule: Schedule, replaced: Saved = ()) -> dict[Flat, int]:
-        """Bytes of the states of one wrapped model, by flat buffer, padding included.
-
-        Args:
-            replaced: states that are there besides.
-        """
+        """Bytes of one model's states, and those ``replaced``, by flat buffer, with padding."""
         states = [
             (shard.flat, state)
             for bucket in self._buckets.values()

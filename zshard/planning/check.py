@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 
 from ..calls.memory_use import memory
@@ -34,11 +33,7 @@ def check(plan: Plan, model: nn.Module) -> None:
         real["gradients"] -= besides
         found["now"]["gradients"] -= besides
     # Not padding, which differs between ranks, nor activations, which are autograd's.
-    kinds: tuple[str, ...] = KINDS
-    if any(flat.dtypes.master == torch.float64 and flat.requires_grad for flat in schedule.flats):
-        # Their states are those of torch.optim's optimizers, which are not counted.
-        kinds = tuple(kind for kind in KINDS if kind != "optimizer")
-    wrong = list(_differences(planned["per_rank"], found["now"], kinds, "the model"))
+    wrong = list(_differences(planned["per_rank"], found["now"], "the model"))
     names = [[unit["name"] for unit in each["units"]] for each in (planned, found)]
     if names[0] != names[1]:
         raise PlanError(
@@ -46,7 +41,7 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"{len(names[1])}, {', '.join(names[1][:5])} ...: give both the same units="
         )
     for mine, real in zip(planned["units"], found["units"], strict=True):
-        wrong += _differences(mine, real, kinds, f"unit {mine['name']!r}")
+        wrong += _differences(mine, real, f"unit {mine['name']!r}")
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise PlanError(
@@ -57,10 +52,8 @@ def check(plan: Plan, model: nn.Module) -> None:
         )
 
 
-def _differences(
-    planned: Mapping[str, int], found: Mapping[str, int], kinds: tuple[str, ...], where: str
-) -> Iterator[str]:
-    for kind in kinds:
+def _differences(planned: Mapping[str, int], found: Mapping[str, int], where: str) -> Iterator[str]:
+    for kind in KINDS:
         expected, real = planned[kind], found[kind]
         if abs(real - expected) > _TOLERANCE * expected:
             yield f"{kind} of {where}: {real:,} bytes, planned {expected:,}"
