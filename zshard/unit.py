@@ -300,15 +300,13 @@ class Unit:
                 object that ``map_tensors`` does not copy, or in a container among ``args``.
         """
         self.check_unwritten()
-        if self.state is State.GATHERED or not self.slot_bytes:
-            output = self.copy_views(output)  # else a backward inside has given the memory back
+        output = self.copy_views(output)
         found = (*tensors_in(output), *tensors_in(args)) if self.slot_bytes else ()
         if any(map(self._is_view(), found)):
             raise ShardedAccessError(
                 f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "
-                "that it returns, or in a container that came in, or from before a backward inside "
-                "of it; the parameter's memory is about to hold another unit. Put a copy there "
-                "(clone)."
+                "that it returns, or in a container that came in; the parameter's memory is about "
+                "to hold another unit. Put a copy there (clone)."
             )
         return output
 

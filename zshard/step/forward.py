@@ -26,7 +26,7 @@ from ..containers import cast_floating
 from ..errors import CommError, MismatchError, StateError
 from ..hooks import ModuleHook, have_dynamo_look_at_hooks
 from ..training_state import TrainingState, calls_under_way, inside_backward
-from ..unit import Unit
+from ..unit import State, Unit
 from .forward_log import Forward
 from .meeting import Intent
 
@@ -250,6 +250,8 @@ class ForwardHooks:
                 unit.hand_out((args, carried), None)
                 self._watch(unit, (output, carried))
                 self._release(unit, keep=self._executor.state is TrainingState.FORWARD)
+            return None
+        if unit.state is not State.GATHERED:
             return None
         self._executor.leave(unit)
         output = unit.hand_out(args, output)
