@@ -29,7 +29,7 @@ def processor() -> str:
     except OSError:
         pass
     name = facts.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" not in facts:
+    if not {"cpu family", "model"} <= facts.keys():
         return name
     return f"{name} (family {facts['cpu family']}, model {facts['model']})"
 

@@ -184,6 +184,7 @@ def test_a_number_is_put_where_a_mask_is_true_and_a_mask_of_rows_is_refused() ->
         with torch.no_grad():
             of.weight[of.weight < 0] = 0.5
     assert torch.equal(zshard.full_param(model, "weight"), plain.weight)
-    with torch.no_grad(), pytest.raises(zshard.ShardedAccessError, match="weight"):
-        model.weight[model.bias > -9.0] = 0.0
+    for no_mask in (model.bias > -9.0, (model.weight > 0).to(torch.uint8)):
+        with torch.no_grad(), pytest.raises(zshard.ShardedAccessError, match="weight"):
+            model.weight[no_mask] = 0.0
     assert torch.equal(zshard.full_param(model, "weight"), plain.weight)

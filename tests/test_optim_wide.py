@@ -173,6 +173,18 @@ def test_a_plain_float64_parameter_is_updated_as_a_sharded_one_is() -> None:
     assert optimizer.state[plain]["exp_avg"].dtype == torch.float64
 
 
+def test_float64_gradients_of_an_fp32_master_are_refused_by_name() -> None:
+    precision = zshard.Precision(compute=torch.float64, reduce=torch.float64)
+    model = zshard.wrap(nn.Linear(3, 2), precision=precision)
+    optimizer = zshard.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(zshard.OptimizerError, match=r"weight has float64 gradients of a .*float32"):
+        optimizer.step()
+    before = zshard.full_param(model, "weight").clone()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(zshard.full_param(model, "weight"), before)
+
+
 def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
     loss: Tensor = model(x, step).square().mean()

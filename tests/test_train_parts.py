@@ -126,6 +126,17 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"rank 5 is number 2 on this machine .* has 2 GPUs"):
         Job(Place(5, 8, 2), "cuda")
+    with pytest.raises(InputError, match=r"rank 0 is number -1 on this machine"):
+        Job(Place(0, 1, -1), "cuda")
+
+
+def test_a_local_rank_of_nothing_is_taken_where_there_is_no_gpu_to_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "-1")):
+        monkeypatch.setenv(name, value)  # as of scripts that are not distributed
+    place = Place.from_environment()
+    assert place == Place(0, 1, -1) and Job(place, "cpu").device.type == "cpu"
 
 
 @pytest.mark.parametrize(

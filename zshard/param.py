@@ -203,8 +203,8 @@ class Sharded(torch.Tensor):
         return False
 
     def __setitem__(self, index: Any, value: Any) -> None:  # of a mask, as in torch's Rprop
-        is_mask = isinstance(index, Sharded) and index.shape == self.shape
-        fills = is_mask and isinstance(value, (int, float))
+        is_mask = isinstance(index, Sharded) and index.dtype == torch.bool
+        fills = is_mask and index.shape == self.shape and isinstance(value, (int, float))
         (self.masked_fill_ if fills else super().__setitem__)(index, value)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

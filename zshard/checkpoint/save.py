@@ -41,6 +41,8 @@ class SaveHandle:
 
     def __init__(self, writer: Writer, future: Future[None]) -> None:
         self._writer, self._future, self._process = writer, future, os.getpid()
+        self._ended = False
+        future.add_done_callback(self._note_end)
         self.told = False
         self.path, self.total_bytes = writer.target, writer.total_bytes
 
@@ -55,13 +57,18 @@ class SaveHandle:
         Raises:
             StateError: in a process that was forked before it ended.
         """
-        ended = self._future.done()
-        if not ended and os.getpid() != self._process:
+        if os.getpid() == self._process:
+            return self._future.done()
+        # Not the future's own word: its lock may have been held as this process was forked.
+        if not self._ended:
             raise StateError(
                 f"save({shown(self.path)}) goes on in the process that this one was forked from, "
                 "and is not heard of here: wait there"
             )
-        return ended
+        return True
+
+    def _note_end(self, _: object) -> None:
+        self._ended = True
 
     def wait(self) -> None:
         """Wait for its end.

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Whether masters and states are float64, as gradients are then."""
+        """Whether masters and states are float64, as gradients are."""
         return self.grad == torch.float64
 
 
@@ -193,8 +193,7 @@ def buckets_of(
         names: the states of a parameter.
 
     Raises:
-        OptimizerError: for a plain parameter that is neither float32 nor float64, or not one block
-            of memory.
+        OptimizerError: as ``kind_of``; for a plain parameter that is not one block of memory.
     """
     found: dict[Kind, Bucket] = {}
     by_flat: dict[Flat, dict[int, tuple[Sharded, int]]] = {}
@@ -226,11 +225,18 @@ def kind_of(param: torch.Tensor) -> Kind:
     """The bucket that ``param`` belongs to.
 
     Raises:
-        OptimizerError: for a plain one that is neither float32 nor float64.
+        OptimizerError: for a plain one that is neither float32 nor float64; for float64 gradients
+            of an fp32 master.
     """
     if isinstance(param, Sharded):
         flat = param.flat
         send = flat.dtypes.compute if flat.master.has_copy else None
+        if flat.dtypes.reduce == torch.float64 != flat.dtypes.master:
+            raise OptimizerError(
+                f"{param.fqn} has float64 gradients of a {flat.dtypes.master} master, which "
+                "zshard's optimizers do not update. Make the parameter float64, or take those of "
+                "torch.optim."
+            )
         return Kind(flat.schedule, flat.device, flat.dtypes.reduce, send, flat.dtypes.split)
     if param.dtype not in (torch.float32, torch.float64):
         raise OptimizerError(

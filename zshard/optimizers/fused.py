@@ -1,4 +1,4 @@
-"""What zshard's optimizers share: one op call over every shard of the model, and its states.
+"""What zshard's optimizers share: one op call over every fp32 shard of the model, and its states.
 
 Also for plain, unsharded parameters, which get the same bits: an element's update does not depend
 on where it lies. (Other elementwise optimizers come from torch.optim, and work on shards.)
@@ -32,7 +32,7 @@ ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iter
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer whose step is one op call for each kind of shard."""
+    """An optimizer whose step is one op call for each kind of shard, but for float64 ones."""
 
     def __init__(self, params: ParamGroups, defaults: dict[str, Any]) -> None:
         try:

@@ -1,8 +1,9 @@
 """The step of float64 masters, which the fused ops do not take: torch's operations, row by row.
 
-Few models have such parameters, and those few of them; so this is for exactness, not for speed.
-The rules are those of csrc/formulas.h in float64, one torch call for each rounding, so that an
-element gets the same bits wherever it lies. Nothing is read back from the device.
+For exactness, not for speed or memory: an operation makes a tensor as large as its row. The rules
+are those of csrc/formulas.h in float64, one torch call for each operation, so that an element gets
+the same bits wherever it lies. But for roots and powers, which torch leaves to the processor's
+library: there processors may differ in the last bit. Nothing is read back from the device.
 """
 
 from __future__ import annotations

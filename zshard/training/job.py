@@ -50,13 +50,15 @@ class Place:
         told = {name: os.environ[name] for name in _PLACE if name in os.environ}
         if "RANK" not in told or "WORLD_SIZE" not in told:
             return None
-        numbers = [int(text) if text.isdecimal() else -1 for text in told.values()]
-        if min(numbers) < 0 or numbers[0] >= numbers[1]:
+        try:
+            rank, size, *local = map(int, told.values())
+        except ValueError:
+            rank = size = 0
+        if not 0 <= rank < size:
             raise InputError(
                 f"{' '.join(f'{name}={text}' for name, text in told.items())}, in the environment, "
                 "is no rank of a job: unset them, or start the ranks with torchrun"
             )
-        rank, size, *local = numbers
         return cls(rank, size, *(local or [rank]))
 
 
@@ -92,7 +94,7 @@ class Job:
         self.world_size = place.world_size
         self.device = torch.device(device)
         if device == "cuda":
-            if place.local_rank >= (gpus := torch.cuda.device_count()):
+            if place.local_rank not in range(gpus := torch.cuda.device_count()):
                 raise InputError(
                     f"rank {place.rank} is number {place.local_rank} on this machine (LOCAL_RANK, "
                     f"or RANK where that is missing), which has {gpus} GPUs: start as many ranks "
@@ -107,8 +109,9 @@ class Job:
                 dist.init_process_group(backend, timeout=_DEADLINE)
             except ValueError as error:
                 raise InputError(
-                    f"rank {self.rank} of {self.world_size} cannot join the others: {error}. Unset "
-                    "RANK and WORLD_SIZE, or start the ranks with torchrun"
+                    f"rank {self.rank} of {self.world_size} cannot join the others: {error}. Set "
+                    "MASTER_ADDR and MASTER_PORT, unset RANK and WORLD_SIZE, or start the ranks "
+                    "with torchrun"
                 ) from error
             except RuntimeError as error:
                 raise CommError(

@@ -200,13 +200,13 @@ def train(options: TrainOptions, place: Place) -> int:
     """
     origin = None if options.resume is None else find_origin(Path(options.resume))
     corpus = Corpus.read(find_files(options.data), options.seq)
+    job = Job(place, choose_device(options.device))
+    _require_one_text(job, corpus)
     if origin is not None and origin.progress.text_crc32 != corpus.checksum:
         raise InputError(
             f"the text is not the one that {origin.path} was trained on (CRC-32 "
             f"{corpus.checksum:08x}, not {origin.progress.text_crc32:08x}): give the same --data"
         )
-    job = Job(place, choose_device(options.device))
-    _require_one_text(job, corpus)
     options = replace(options, ranks=job.world_size)
     out = output_folder(job, options.out)
     planned = None
