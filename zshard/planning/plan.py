@@ -209,6 +209,7 @@ class Plan:
 
         Call it after the first step: before, gradients and states are not there. Activations are
         not zshard's memory and not compared; nor is what accumulation in ``no_sync`` takes besides.
+        States of other optimizers than zshard's are not counted, and so are found missing.
 
         Raises:
             PlanError: with every kind and unit that differs.
