@@ -64,6 +64,17 @@ def test_ranks_that_read_other_texts_are_told_before_the_first_step(tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_that_resume_on_other_texts_are_told_all_of_them(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"text-{rank}").write_text(f"{rank} of 2 " * 99)
+    begin = ("--data", tmp_path / "text-0", "--out", tmp_path / "run", "--steps", 1)
+    assert [ended.status for ended in as_ranks("train", *TINY, *begin)] == [0, 0]
+    options = ("--data", tmp_path / "text-{rank}", "--resume", tmp_path / "run", "--steps", 2)
+    for ended in as_ranks("train", *options):  # rank 0's text is the checkpoint's
+        assert ended.status == 2
+        assert "ranks [1] read another text than rank 0 (CRC-32 " in ended.errors
+
+
 def test_metrics_written_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [StepMetrics(s, 1 / s, 1.0, 0.1, 0.1, 10.0, 0.0) for s in (1, 2, 3)]
