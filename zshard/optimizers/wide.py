@@ -2,8 +2,8 @@
 
 For exactness, not for speed or memory: an operation makes a tensor as large as its row. The rules
 are those of csrc/formulas.h in float64, one torch call for each operation, so that an element gets
-the same bits wherever it lies. But for roots and powers, which torch leaves to the processor's
-library: there processors may differ in the last bit. Nothing is read back from the device.
+the same bits wherever it lies. Those of roots and powers are the math library's, which may differ
+between kinds of processors. Nothing is read back from the device.
 """
 
 from __future__ import annotations
