@@ -182,6 +182,18 @@ def test_a_place_that_the_environment_names_in_part_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_that_do_not_come_are_an_error_of_communication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lonely(*_: object, **__: object) -> None:
+        raise torch.distributed.DistStoreError("1/2 clients joined")
+
+    monkeypatch.setattr("zshard.training.job._follow_parent", lambda: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lonely)
+    with pytest.raises(zshard.CommError, match=r"rank 0 of 2 cannot join .*: 1/2 clients joined"):
+        Job(Place(0, 2), "cpu")
+
+
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
