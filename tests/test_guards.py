@@ -336,13 +336,3 @@ def transformed(rank: int, world_size: int, comm: str) -> list[bool]:
 @pytest.mark.parametrize("comm", ["group", "peer"])
 def test_transforms_that_ranks_cannot_meet_in_are_refused_and_the_model_goes_on(comm: str) -> None:
     assert run_ranks(transformed, 2, comm) == [[True] * 4] * 2
-
-
-def test_transforms_on_one_rank_are_the_plain_models() -> None:
-    torch.manual_seed(0)
-    plain, model, x = Blocks(), build(), batch(0, 0)
-    ours, theirs = (torch.func.jvp(side, (x,), (x,)) for side in (model, plain))
-    assert all(map(torch.equal, ours, theirs))
-    for transform in (torch.func.jacrev(model), torch.func.grad(lambda x: model(x).sum())):
-        with pytest.raises(zshard.StateError, match=r"torch\.func's grad, vjp or jacrev"):
-            transform(x)

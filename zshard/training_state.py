@@ -66,6 +66,6 @@ def require_untransformed() -> None:
     if not kinds <= {"Vmap"}:
         raise StateError(
             f"torch.func transforms ({', '.join(sorted(kinds))}) of a wrapped model would "
-            "transform the communication between ranks; jvp and jacfwd work on one rank. Use "
-            "backward, torch.autograd.grad, or torch.autograd.forward_ad."
+            "transform the communication between ranks; they work on one rank. Use backward, "
+            "torch.autograd.grad, or torch.autograd.forward_ad."
         )

@@ -226,8 +226,9 @@ class Unit:
         if self.state is State.SHARDED:
             self._enter(State.SHARDED)  # raises
         # Else the state comes last: should an exception come here, all is done again.
+        stays = self.slot_bytes == 0 and not self.outdated
         for flat in self.flats:
-            flat.full.mark(valid=False)
+            flat.full.retire(stays=stays)
         self.end_use()
         self.give_slot_back()
         self._enter(State.SHARDED)

@@ -112,8 +112,8 @@ class Agreement:
         begun = self._programs.begin(key, self._loose) if gathers else Pass(key)
         if mine.intent is Intent.BACKWARD:
             # It meets units in about the reverse of the unit map's order.
-            begun.trained = [unit.index for unit in reversed(self._units) if unit.trained_count]
-            begun.reduces, self._backward = True, key
+            begun.reduce([unit.index for unit in reversed(self._units) if unit.trained_count])
+            self._backward = key
         return begun
 
     @awaited("the end of a pass")
@@ -146,10 +146,10 @@ class Agreement:
         current = self._pass
         # A backward that reduces has its own way to learn that a rank has left the program.
         if current.meets_at_end and not (current.reduces and current.follows):
-            self._meet(Message(self.number, Intent.END), "the end of a forward or backward")
-            for unit in current.trained:
-                if unit not in current.reduced:
-                    self._reduce(unit)
+            mine = Message(self.number, Intent.END, about=int(current.makes_gradients))
+            messages = self._meet(mine, "the end of a forward or backward")
+            for unit in current.end_reductions(any(message.about for message in messages)):
+                self._reduce(unit)
             if current.to_be_learned:
                 self._learn()
         elif not current.reduces and current.key[:1] != (Intent.RENEW,):
@@ -263,9 +263,10 @@ class Agreement:
         label = f"the reduction of unit {unit.label!r}"
         self._meet(Message(self.number, Intent.READY, unit.index), label)
 
-    def has_reduced(self, unit: Unit) -> bool:
-        """Whether ``unit`` was reduced in this pass."""
-        return unit.index in self._pass.reduced
+    def takes_gradient(self, unit: Unit) -> bool:
+        """Whether the gradient of ``unit`` that has arrived is still to be reduced in this pass."""
+        self._pass.makes_gradients = True
+        return unit.index not in self._pass.reduced and not self._pass.reduces_nothing
 
     def _advance(self) -> None:
         """Reduce what the program has next, as far as it is ready."""

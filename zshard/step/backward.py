@@ -30,6 +30,7 @@ import torch
 from ..errors import Error, MismatchError, StateError
 from ..training_state import TrainingState, inside_backward
 from ..unit import State, Unit
+from .double_backward import refuse_graph_of, refuse_graph_of_gradients
 from .forward_log import Forward, ForwardLog
 from .meeting import Intent
 from .outcome import Ending
@@ -77,6 +78,7 @@ class Backward:
         Args:
             index: of the output among the unit's; forward: that it came from.
         """
+        refuse_graph_of([unit])
         self._begin(f"{unit.index}.{index}", forward)
         self.forwards.reached.add(forward)
         if unit is self.current and unit.state is State.GATHERED:
@@ -107,12 +109,7 @@ class Backward:
             if not self.raised:
                 return
             self._schedule.reset()  # this is another backward
-        if torch.is_grad_enabled():
-            raise StateError(
-                "backward(create_graph=True), or torch.func's grad, vjp or jacrev, of a wrapped "
-                "model: the gradients that zshard reduces have no graph of their own. Leave models "
-                "unwrapped whose gradients are differentiated again, as in a gradient penalty."
-            )
+        refuse_graph_of(unit for unit in self._units if unit.in_use)
         self._schedule.require_values("a backward")
         self._reducer.read_outcome()  # what ended the last one elsewhere, before the others are met
         self._apply_trained_changes()
@@ -188,16 +185,16 @@ class Backward:
         A part of the graph may have been detached, or a loss left out, that was not before. Which
         of a unit's parameters get a gradient changes nothing of what is gathered.
         """
+        reached = ((u, any(f.full.will_be_reached() for f in u.flats)) for u in self._units)
         if not self._executor.has_peers:
-            return ""
-        units = self._units
-        passed = [u.index for u in units if not any(f.full.will_be_reached() for f in u.flats)]
-        return " ".join(map(str, passed))
+            return str(any(here for _, here in reached))
+        return " ".join(str(unit.index) for unit, here in reached if not here)
 
     def leaf_grad_arrived(self, unit: Unit) -> None:
         """Free and reduce ``unit``, one of whose leaves got its gradient, if that was the last."""
+        refuse_graph_of_gradients(unit)
         self._begin(f"{unit.index}")
-        if self._reduces and self._agreement.has_reduced(unit):
+        if self._reduces and not self._agreement.takes_gradient(unit):
             self._schedule.reset(Ending.STRAYED)
             raise StateError(
                 f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "

@@ -55,7 +55,7 @@ class Message(NamedTuple):
     model: int  # number of the wrapped model
     intent: Intent
     unit: int = 0  # index of the one that is needed or ready
-    about: int = 0  # checksum of what the pass depends on
+    about: int = 0  # checksum of what the pass depends on; at its end 1: gradients were made
     trained: int = 0  # checksum of the parameters that a backward trains
     changes: int = 0  # see ``Tally``
     checksum: int = 0

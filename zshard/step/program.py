@@ -81,6 +81,8 @@ class Pass:
         program: what it follows; None where it goes from meeting to meeting.
         trained: units that it reduces; those that were not before its end, there in this order.
         reduces: whether it is a backward that reduces them, and has not ended.
+        reduces_nothing: whether its program has no reductions: no rank got a gradient before.
+        makes_gradients: whether this rank has got any in it.
         follows: whether it began with a program, and has not left it if it reduces.
         to_be_learned: whether ranks have needed what is in no program, so there is a new one.
         meets_at_end: whether a meeting ends it.
@@ -98,6 +100,8 @@ class Pass:
     program: Program | None = None
     trained: Sequence[int] = ()
     reduces: bool = False
+    reduces_nothing: bool = False
+    makes_gradients: bool = False
     follows: bool = field(init=False)
     to_be_learned: bool = False
     meets_at_end: bool = False
@@ -114,6 +118,11 @@ class Pass:
 
     def __post_init__(self) -> None:
         self.follows = self.program is not None
+
+    def reduce(self, trained: Sequence[int]) -> None:
+        """Be a backward that reduces the units ``trained``."""
+        self.trained, self.reduces = trained, True
+        self.reduces_nothing = self.follows and all(turn.op is Op.GATHER for turn in self.rest)
 
     @property
     def next(self) -> Turn | None:
@@ -141,8 +150,18 @@ class Pass:
         """
         if self.reduces:
             self.ready_on = {unit: set(ranks) for unit in self.ready}
-            self.follows, self.meets_at_end = False, True
+            self.follows, self.meets_at_end, self.reduces_nothing = False, True, False
         self.program, self.to_be_learned = None, True
+
+    def end_reductions(self, made: bool) -> list[int]:
+        """What is left to be reduced at its end: nothing at all, if no rank has a gradient.
+
+        Args:
+            made: whether any rank has made one.
+        """
+        if not made:
+            self.trained = ()
+        return [unit for unit in self.trained if unit not in self.reduced]
 
     def end(self) -> None:
         """Leave nothing to reduce, and no meeting to come."""

@@ -128,8 +128,9 @@ class Reducer:
             return
         self._outcome.wait()
         found, self._outcome = self._outcome.outcome(), None
-        self._sum_of_squares, self._non_finite = found.sum_of_squares.view(1), found.non_finite
-        self._factors.clear()
+        if self._present:  # else that backward has made no gradients, and none have changed
+            self._sum_of_squares, self._non_finite = found.sum_of_squares.view(1), found.non_finite
+            self._factors.clear()
         left_out = set(self.all_flats) - set(self.trained_flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
             self._sum_of_squares = None  # what came out is not of all gradients

@@ -4,10 +4,10 @@
 Autograd saves views of the full buffer in forward and reads them in backward. In between the
 unit is resharded, its memory holds another unit, and it is gathered again into the same place.
 All leaves of a flat buffer share the version counter of ``base``. While the unit is gathered the
-counter says which values the buffer holds (twice the version of the master); while it is
-not, it says so by an odd number. So a graph that reads a weight that is not there, or one that an
-optimizer has changed since, gets autograd's own "modified by an inplace operation" error, never
-another unit's numbers.
+counter says which values the buffer holds (twice the version of the master); while it is not, it
+says so by an odd number, unless nobody else takes the memory and it still holds those values. So a
+graph that reads a weight that is not there, or one that an optimizer has changed since, gets
+autograd's own "modified by an inplace operation" error, never another unit's numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
 from ..param import Sharded, share_attributes
-from .leaf import as_autograd_sees, is_trained, set_alive, set_trained
+from .leaf import (
+    DeadLeaf,
+    LiveLeaf,
+    RestingLeaf,
+    as_autograd_sees,
+    is_trained,
+    set_kind,
+    set_trained,
+)
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -116,7 +124,8 @@ class FullBuffer:
         To be asked in one of its hooks.
         """
         if self._accumulators is None:
-            with as_autograd_sees():
+            # Transforms of torch.func, inside of which it may be asked, would have other nodes.
+            with as_autograd_sees(), torch._C._DisableFuncTorch():
                 trained = [leaf for leaf in self.leaves if leaf.requires_grad]
                 self._accumulators = [get_gradient_edge(leaf).node for leaf in trained]
         try:
@@ -133,7 +142,18 @@ class FullBuffer:
         if self.base is not None:
             self._marked = 2 * self._flat.version + (not valid)
             _unsafe_set_version_counter((self.base,), (self._marked,))
-            set_alive(self.leaves, valid)
+            set_kind(self.leaves, LiveLeaf if valid else DeadLeaf)
+
+    def retire(self, *, stays: bool) -> None:
+        """End a use of the values.
+
+        Args:
+            stays: whether they stay in the buffer; then a graph may read them.
+        """
+        if stays:
+            set_kind(self.leaves, RestingLeaf)
+        else:
+            self.mark(valid=False)
 
     def written_while_gathered(self) -> bool:
         """Whether somebody wrote to a leaf in place since the last ``mark``, or gave it other data.

@@ -14,6 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from ..errors import ShardedAccessError, StateError
+from ..training_state import inside_backward
 
 # What is true of a leaf dead or alive. torch.utils.checkpoint compares it, of frozen weights too.
 _TRUE_OF_THE_DEAD = {
@@ -72,7 +73,7 @@ class LiveLeaf(Parameter):
 
 
 class DeadLeaf(Parameter):
-    """A whole parameter whose unit is not gathered."""
+    """A whole parameter whose unit is not gathered, and whose memory may hold something else."""
 
     @classmethod
     def __torch_function__(
@@ -95,9 +96,25 @@ class DeadLeaf(Parameter):
         return "zshard: a whole parameter whose unit is not gathered"
 
 
-def set_alive(leaves: Sequence[Parameter], alive: bool) -> None:
-    """Say whether the memory of ``leaves`` holds their values."""
-    kind = LiveLeaf if alive else DeadLeaf
+class RestingLeaf(DeadLeaf):
+    """One whose memory still holds its values, which a backward may read."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if inside_backward():
+            with as_autograd_sees():
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def set_kind(leaves: Sequence[Parameter], kind: type[Parameter]) -> None:
+    """Say whether the memory of ``leaves`` holds their values, by their class."""
     for leaf in leaves:
         leaf.__class__ = kind
 

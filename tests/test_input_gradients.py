@@ -1,0 +1,159 @@
+"""Gradients of inputs alone, as adversarial training and saliency maps take: nothing is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from steps import batch, build, one_step
+from torch import Tensor, nn
+from training import FEW_STEPS
+
+import zshard
+
+
+def input_gradient(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    torch.autograd.grad(models.loss_of(model, x), x)
+
+
+def reductions_of_inputs(rank: int, world_size: int, strategy: str, comm: str) -> list[int]:
+    """Reductions of steps that also ask for the gradient of an input, as adversarial ones do."""
+    model, counts = build(strategy=strategy, comm=comm), []
+    for step in range(FEW_STEPS):
+        before = zshard.stats(model).calls["reduce_scatter"]
+        input_gradient(model, batch(rank, step))
+        assert zshard.stats(model).calls["reduce_scatter"] == before
+        one_step(model, rank, step)
+        input_gradient(model, batch(rank, step))
+        counts.append(zshard.stats(model).calls["reduce_scatter"] - before)
+    return counts
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+def test_a_gradient_of_inputs_alone_reduces_nothing(strategy: str, comm: str) -> None:
+    assert run_ranks(reductions_of_inputs, 2, strategy, comm) == [[4] * FEW_STEPS] * 2
+
+
+def some_ranks_alone(rank: int, world_size: int) -> tuple[Tensor | None, Tensor]:
+    """Rank 0 asks for the gradient of its input, where the others run a backward."""
+    model = build()
+    for step in range(FEW_STEPS):
+        model.zero_grad()
+        if rank == 0 and step % 2:
+            input_gradient(model, batch(rank, step))
+        else:
+            one_step(model, rank, step)
+    return zshard.full_grad(model, "inlet.weight"), zshard.clip_grad_norm_(model, float("inf"))
+
+
+def test_where_other_ranks_make_gradients_all_reduce_them() -> None:
+    model = build()
+    one_step(model, 1, FEW_STEPS - 1)
+    expected = zshard.full_grad(model, "inlet.weight") / 2
+    for grad, norm in run_ranks(some_ranks_alone, 2):
+        assert torch.equal(grad, expected)
+        torch.testing.assert_close(norm, zshard.clip_grad_norm_(model, float("inf")) / 2)
+
+
+def norms_around(rank: int, world_size: int) -> list[float]:
+    """Norms before and after gradients of inputs, of gradients that change meanwhile or go."""
+    model, norms = build(), []
+
+    def norm() -> None:
+        norms.append(float(zshard.clip_grad_norm_(model, float("inf"))))
+
+    for step in range(2):
+        one_step(model, rank, step)
+        input_gradient(model, batch(rank, step))
+        norm()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.grad.mul_(2)
+        input_gradient(model, batch(rank, step))
+        norm()
+        input_gradient(model, batch(rank, step))
+        zshard.clip_grad_norm_(model, norms[-1] / 4)
+        input_gradient(model, batch(rank, step))
+        norm()
+        model.zero_grad()
+        input_gradient(model, batch(rank, step))
+        norm()
+    return norms
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_norms_are_of_the_gradients_that_are_there(world_size: int) -> None:
+    norms = norms_around(0, 1) if world_size == 1 else run_ranks(norms_around, 2)[0]
+    for first, doubled, clipped, none in (norms[:4], norms[4:]):
+        assert first > 0
+        assert doubled == pytest.approx(2 * first, rel=1e-5)
+        assert clipped == pytest.approx(first / 2, rel=1e-3)
+        assert none == 0.0
+
+
+def held_back(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    model = build()
+    with zshard.no_sync(model):
+        one_step(model, rank, 0)
+    input_gradient(model, batch(rank, 0))
+    with pytest.raises(zshard.StateError, match="held back"):
+        zshard.full_grad(model, "inlet.weight")
+    one_step(model, rank, 1)
+    ours = zshard.full_grad(model, "inlet.weight")
+    model.zero_grad()
+    with zshard.no_sync(model):
+        one_step(model, rank, 0)
+    one_step(model, rank, 1)
+    return ours, zshard.full_grad(model, "inlet.weight")
+
+
+def test_a_gradient_of_inputs_leaves_what_no_sync_holds() -> None:
+    for ours, expected in run_ranks(held_back, 2):
+        assert torch.equal(ours, expected)
+
+
+class Nested(torch.autograd.Function):
+    """Runs a backward of its own inside its backward, as reversible blocks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: Callable[[Tensor], Tensor] | None) -> Tensor:
+        ctx.inner = inner
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        if ctx.inner is not None:
+            with torch.enable_grad():
+                ctx.inner(x.detach()).sum().backward()
+        return grad, None
+
+
+def nested(rank: int, world_size: int) -> tuple[str, Tensor]:
+    """A gradient of inputs, within which gradients of parameters are made, is not expected."""
+    model = build(strategy="zero2")
+
+    def once(inner: Callable[[Tensor], Tensor] | None) -> None:
+        x = batch(rank, 0).requires_grad_()
+        torch.autograd.grad(model(Nested.apply(x, inner)).sum(), x)
+
+    for _ in range(2):
+        kept = models.loss_of(model, batch(rank, 1))
+        once(None)
+    kept = models.loss_of(model, batch(rank, 1))
+    with pytest.raises(zshard.StateError, match=r"epeat the step") as caught:
+        once(lambda x: kept * 1)
+    return str(caught.value), one_step(model, rank, 1)
+
+
+def test_gradients_where_none_were_made_before_are_no_silent_loss() -> None:
+    for told, loss in run_ranks(nested, 2):
+        assert "took another way" in told or "another way" in told
+        assert torch.isfinite(loss)
