@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 
 from ..awaited import awaited
@@ -12,7 +11,7 @@ from ..tag import Tag
 from ..unit import State, Unit
 from .debts import settle
 from .executor import Executor
-from .meeting import Intent, Message, meetings_of, refuse, refuse_trained, trained_names
+from .meeting import Intent, Message, checksum, meetings_of, refuse, refuse_trained, trained_names
 from .outcome import Ending
 from .prefetched import Prefetched
 from .program import Key, Op, Pass, Programs, Turn, leads_to
@@ -23,7 +22,6 @@ class Agreement:
     """Decides what is issued when.
 
     Args:
-        units: the unit map.
         prefetch: how many gathers are issued ahead.
         executor: carries the turns out.
         drop_backward: ends a backward that cannot go on, on every rank: ``Schedule.reset``.
@@ -46,6 +44,7 @@ class Agreement:
         self.before_meeting: Callable[[], None] = lambda: None  # set by the backward
         self._names = ""  # of all that is trained, once a backward has asked
         self._programs, self._pass = Programs(), Pass()
+        self._cut: list[Pass] = []  # of a forward, inside of which this model's backward is
         self._backward: Key = ()  # of the last one
         self._loose = False  # whether ranks have left a program, and meet at passes' ends as well
         self._meetings = meetings_of(comm)
@@ -82,15 +81,8 @@ class Agreement:
         names = ""
         if intent is Intent.BACKWARD:
             names = self._names = self._names or trained_names(self._units)
-        mine = Message(
-            self.number,
-            intent,
-            about=zlib.crc32(about.encode()),
-            trained=zlib.crc32(names.encode()),
-            changes=tally.changes,
-            checksum=tally.checksum,
-            buffers=int(buffers),
-        )
+        mine = Message(self.number, intent, about=checksum(about), trained=checksum(names))
+        mine = mine.telling(tally)._replace(buffers=int(buffers), inside=len(self._cut))
         messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
         if self._pass.to_be_learned:
             self._learn()
@@ -123,8 +115,9 @@ class Agreement:
             self.before_meeting()
         if not self._pass.paused:  # else it was left by an exception where it had ended already
             self._finish_part()
-        self._meetings.leave_forward(self)
-        self._meetings.go_on(self)
+        if not self._cut:  # else a forward is under way around it
+            self._meetings.leave_forward(self)
+            self._meetings.go_on(self)
 
     def pause(self) -> None:
         """Cut a forward, for another model's pass to begin inside of it."""
@@ -132,22 +125,33 @@ class Agreement:
             self._finish_part()
             self._pass.paused = True
 
+    def cut(self) -> None:
+        """Cut a forward, for a backward of this model to begin inside of it."""
+        self.pause()
+        self._cut = [self._pass]
+
+    def resume(self) -> None:
+        """Go on behind that cut."""
+        self._go_on(self._cut.pop())
+
     def go_on(self) -> None:
         """Begin the part of a forward behind the cut, if it was cut."""
         if self._pass.paused:
-            cut = self._pass
-            cuts, needed = cut.cuts + 1, cut.needed_before + cut.needed
-            about = f"{cuts};{self._executor.gathered_units}"
-            self.begin(Intent.GO_ON, about, "the rest of a forward")
-            self._pass.cuts, self._pass.needed_before = cuts, needed
+            self._go_on(self._pass)
+
+    def _go_on(self, cut: Pass) -> None:
+        cuts, needed = cut.cuts + 1, cut.needed_before + cut.needed
+        about = f"{cuts};{self._executor.gathered_units}"
+        self.begin(Intent.GO_ON, about, "the rest of a forward")
+        self._pass.cuts, self._pass.needed_before = cuts, needed
 
     def _finish_part(self) -> None:
         self._take_part_in_the_rest()
         current = self._pass
         # A backward that reduces has its own way to learn that a rank has left the program.
         if current.meets_at_end and not (current.reduces and current.follows):
-            mine = Message(self.number, Intent.END, about=int(current.makes_gradients))
-            messages = self._meet(mine, "the end of a forward or backward")
+            label, made = "the end of a forward or backward", int(current.makes_gradients)
+            messages = self._meet(Intent.END, label, about=made)
             for unit in current.end_reductions(any(message.about for message in messages)):
                 self._reduce(unit)
             if current.to_be_learned:
@@ -189,12 +193,13 @@ class Agreement:
     def abort(self) -> None:
         """An exception leaves the pass; see [Note: after an exception] in backward.py."""
         self._pass.aborted = True
-        if self._pass.key and Intent(self._pass.key[0]).is_forward:
+        if self._cut or (self._pass.key and Intent(self._pass.key[0]).is_forward):
             self._meetings.left = True
 
     def abandon(self) -> None:
         """Forget what is left of an aborted pass."""
         self._pass.abandon()
+        self._cut.clear()
         self._meetings.leave_forward(self)
         self.prefetched.clear()
 
@@ -233,8 +238,7 @@ class Agreement:
         if known and not leads_to(turn, self._pass.rest, past_reductions=peers):
             self._leave_program(unit)
         if self._pass.program is None:
-            mine = Message(self.number, Intent.GATHER, unit.index)
-            self._meet(mine, f"a gather of unit {unit.label!r}")
+            self._meet(Intent.GATHER, f"a gather of unit {unit.label!r}", unit.index)
             return
         while self._pass.next != turn:
             self._take_part()
@@ -260,8 +264,7 @@ class Agreement:
         if self._pass.program is not None:
             self._advance()  # no gather into its memory yet: a node may read a detached weight
             return
-        label = f"the reduction of unit {unit.label!r}"
-        self._meet(Message(self.number, Intent.READY, unit.index), label)
+        self._meet(Intent.READY, f"the reduction of unit {unit.label!r}", unit.index)
 
     def takes_gradient(self, unit: Unit) -> bool:
         """Whether the gradient of ``unit`` that has arrived is still to be reduced in this pass."""
@@ -304,7 +307,8 @@ class Agreement:
             self._take_part_in_the_rest()
         current.leave_program([self._comm.world_rank])
 
-    def _meet(self, mine: Message, label: str) -> list[Message]:
+    def _meet(self, intent: Intent, label: str, unit: int = 0, about: int = 0) -> list[Message]:
+        mine = Message(self.number, intent, unit, about)
         return self._meetings.meet(self._comm, mine, label, self._executor.step)
 
     def serve(self, mine: Message, messages: Sequence[Message]) -> None:
@@ -313,14 +317,10 @@ class Agreement:
         current.to_be_learned = True
         self._loose = self._loose or current.follows
         own = [(rank, m) for rank, m in enumerate(messages) if m.model == self.number]
-        for rank, message in own:
-            if message.intent is Intent.READY:
-                current.ready_on.setdefault(message.unit, set()).add(rank)
+        ready = [(message.unit, rank) for rank, message in own if message.intent is Intent.READY]
         ended = {rank for rank, message in own if message.intent is Intent.END}
-        for index in current.trained:
-            ready = current.ready_on.get(index, set())
-            if index not in current.reduced and ready and len(ready | ended) == len(messages):
-                self._reduce(index)
+        for index in current.complete(ready, ended, len(messages)):
+            self._reduce(index)
         for index in dict.fromkeys(m.unit for _, m in own if m.intent is Intent.GATHER):
             unit = self._units[index]
             wanted = (mine.model, mine.intent, mine.unit) == (self.number, Intent.GATHER, index)

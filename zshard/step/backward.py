@@ -32,6 +32,7 @@ from ..training_state import TrainingState, inside_backward
 from ..unit import State, Unit
 from .double_backward import refuse_graph_of, refuse_graph_of_gradients
 from .forward_log import Forward, ForwardLog
+from .interrupted import Interrupted
 from .meeting import Intent
 from .outcome import Ending
 from .recomputation import Recomputation
@@ -68,6 +69,7 @@ class Backward:
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: ref[partial[None]] | None = None
         self.forwards, self.recomputation = ForwardLog(), Recomputation()
+        self._interrupted: Interrupted  # by the backward under way
         self._alone = True  # whether no other model had its backward meanwhile
         self._agreement.before_meeting = self._bring_others_back
         self._reducer.on_strayed = self._agreement.expect_other_ways
@@ -116,6 +118,7 @@ class Backward:
         # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
         # gradient after the other to what is there.
         self._reduces = self.sync or (self._executor.alone and self._reducer.has_gradients)
+        self._interrupted = Interrupted(self._schedule)
         others = [each._agreement for each in self._begun if each is not self and not each.raised]
         for other in others:
             other.make_way()
@@ -148,9 +151,8 @@ class Backward:
 
     def _meet(self, about: str) -> None:
         """Begin together with the other ranks, with room for what is to be reduced."""
-        intent, label = Intent.HOLD, "a backward inside no_sync"
-        if self._reduces:
-            intent, label = Intent.BACKWARD, "a backward"
+        intent = Intent.BACKWARD if self._reduces else Intent.HOLD
+        label = "a backward" if self._reduces else "a backward inside no_sync"
         try:
             self._agreement.begin(intent, about, label)
         except MismatchError:  # the step is over
@@ -223,7 +225,7 @@ class Backward:
     def _close(self) -> None:
         """Free every unit, and take part in what is left; nothing more of this backward comes."""
         self._executor.end_backward()
-        self._executor.release_all()
+        self._executor.release_all(but=self._interrupted.units)
         self._agreement.finish()
 
     def _finish(self) -> None:
@@ -244,6 +246,7 @@ class Backward:
         self.forwards.end_backward()
         if self._reduces:
             self._reducer.run_hooks()
+        self._interrupted.go_on()
 
     # --- exceptions ------------------------------------------------------------------------------
 

@@ -49,6 +49,11 @@ _NEEDS = frozenset((Intent.GATHER, Intent.READY))
 _OF_A_STEP = _FORWARDS | {Intent.BACKWARD, Intent.HOLD, Intent.RENEW}
 
 
+def checksum(text: str) -> int:
+    """What a message carries of ``text``."""
+    return zlib.crc32(text.encode())
+
+
 class Message(NamedTuple):
     """One rank's part of a meeting; whole numbers all, 0 where the intent says nothing of them."""
 
@@ -61,13 +66,17 @@ class Message(NamedTuple):
     checksum: int = 0
     buffers: int = 0  # 1: the rank's buffers may have changed
     left: int = 0  # 1: the rank has left a forward by an exception, and begun nothing since
-    inside: int = 0  # how many other models' forwards are under way on the rank
+    inside: int = 0  # how many forwards it begins inside of: other models', or a backward its own
     there: int = 0  # checksum of the numbers of the models that the rank has not deleted
 
     @property
     def tally(self) -> Tally:
         """What the rank has changed since the ranks last compared it."""
         return Tally(self.changes, self.checksum)
+
+    def telling(self, tally: Tally) -> Message:
+        """The same with ``tally``."""
+        return self._replace(changes=tally.changes, checksum=tally.checksum)
 
 
 class Member(Protocol):
@@ -139,7 +148,7 @@ class Meetings:
             MismatchError: as ``meet``; also if some ranks are inside of more forwards than others.
         """
         left = self.left and mine.intent is not Intent.METHOD  # which tells of it itself
-        inside = sum(each is not member for each in self._forwards)
+        inside = mine.inside + sum(each is not member for each in self._forwards)
         messages = self.meet(comm, mine._replace(left=int(left), inside=inside), label, step)
         self.left = False
         return messages
@@ -161,7 +170,7 @@ class Meetings:
         while True:
             self.others_may_be_inside = False
             members = dict(self._members.items())  # none goes before it has served
-            mine = mine._replace(there=zlib.crc32(str(sorted(members)).encode()))
+            mine = mine._replace(there=checksum(str(sorted(members))))
             words = comm.all_gather_words(mine, tag)
             if mine.intent not in _NEEDS and words.count([*mine]) == len(words):
                 return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
@@ -264,8 +273,7 @@ def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequenc
     if len({message.model for message in messages}) > 1:
         label = f"{label}, of wrapped model {mine.model}"
     if len({message.inside for message in messages}) > 1:
-        where = "inside" if mine.inside else "outside"
-        label = f"{label}, {where} another model's forward"
+        label = f"{label}, {'inside a' if mine.inside else 'outside any'} forward under way"
     of_a_step = all(message.intent in _OF_A_STEP for message in messages if not message.left)
     if not (mine.left and of_a_step) or all(message.left for message in messages):
         refuse(comm, label)

@@ -14,12 +14,12 @@ the ranks put together what each has needed; that is the program of the next. On
 program, passes that follow one end with a meeting as well, so that a rank in need finds the others
 there, and not in a collective of the user's own. So does a change of parameters behind a pass that
 has ended without a meeting begin with one: a rank in need gets what they were. Where ranks begin
-different passes, or passes of different models, or only some do so inside another model's forward,
-all of them raise. If it is because a forward has raised on some, only the others do: that ends the
-step there, too, and all come to the same next pass, or change of parameters.
+different passes, or passes of different models, or only some do so inside of a forward, all of them
+raise. If it is because a forward has raised on some, only the others do: that ends the step there,
+too, and all come to the same next pass, or change of parameters.
 
-Another model's pass cuts the forward that it begins inside of in two, each with its own program:
-ranks that are in unlike places of one would not find each other behind it.
+Another model's pass, or a backward of its own, cuts the forward that it begins inside of in two,
+each with its own program: ranks in unlike places of one would not find each other behind it.
 
 A backward that begins inside another model's follows a program only if that does too, and every
 rank needs all of both; else both go from meeting to meeting, in whatever order autograd has.
@@ -152,6 +152,24 @@ class Pass:
             self.ready_on = {unit: set(ranks) for unit in self.ready}
             self.follows, self.meets_at_end, self.reduces_nothing = False, True, False
         self.program, self.to_be_learned = None, True
+
+    def complete(
+        self, ready: Iterable[tuple[int, int]], ended: set[int], world_size: int
+    ) -> list[int]:
+        """The units that can be reduced now, where there is no program.
+
+        Args:
+            ready: units that have become so, each with the rank; ended: ranks that bring no more.
+        """
+        for unit, rank in ready:
+            self.ready_on.setdefault(unit, set()).add(rank)
+        return [
+            unit
+            for unit in self.trained
+            if unit in self.ready_on
+            and unit not in self.reduced
+            and len(self.ready_on[unit] | ended) == world_size
+        ]
 
     def end_reductions(self, made: bool) -> list[int]:
         """What is left to be reduced at its end: nothing at all, if no rank has a gradient.

@@ -1,0 +1,66 @@
+"""Forwards that a backward has begun inside of, and that go on after it.
+
+[Note: a backward inside a forward]
+``torch.autograd.grad`` of what a unit has made (forces, normals of a surface), or a ``backward`` of
+its own (test-time training), cuts the forward that it is called in, as another model's pass does;
+see [Note: one agreed order] in program.py. It may push the units whose forwards are under way out
+of their memory, and takes them out of use in any case. At its end they are put back, gathered anew
+where that is needed, and the forward goes on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..training_state import TrainingState
+from ..units.forward_io import ForwardIO
+from .meeting import Intent
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+
+class Interrupted:
+    """The forwards under way in one model, as a backward is about to begin; none as a rule.
+
+    Attributes:
+        units: whose forwards they are, the outermost first.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._in_forward = schedule.executor.state is TrainingState.FORWARD
+        # Outside of a forward of its own the root is in use for a backward to come.
+        self.units = [
+            unit
+            for unit in schedule.units
+            if unit.in_use and (self._in_forward or unit is not schedule.root)
+        ]
+        self._forward_ios = [unit.forward_io for unit in self.units]
+        for unit in self.units:
+            unit.forward_io = ForwardIO()  # freeing the unit drops this one's inputs
+        if self._in_forward:
+            schedule.agreement.cut()
+
+    def go_on(self) -> None:
+        """Put back what the forwards need, after the backward.
+
+        Raises:
+            StateError: if that has raised an exception on another rank.
+        """
+        if not self.units:
+            return
+        schedule, label = self._schedule, "the rest of a forward"
+        if self._in_forward:
+            schedule.executor.enter_state(TrainingState.FORWARD)
+        schedule.reducer.read_outcome()
+        with schedule.comm.awaited(label):
+            if self._in_forward:
+                schedule.agreement.resume()
+            else:
+                schedule.agreement.begin(Intent.ALONE, self.units[0].label, label)
+            for unit, forward_io in zip(self.units, self._forward_ios, strict=True):
+                schedule.obtain(unit)
+                unit.forward_io = forward_io
+            if not self._in_forward:
+                schedule.agreement.finish()
