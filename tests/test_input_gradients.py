@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import models
@@ -157,3 +158,19 @@ def test_gradients_where_none_were_made_before_are_no_silent_loss() -> None:
     for told, loss in run_ranks(nested, 2):
         assert "took another way" in told or "another way" in told
         assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_on_one_rank_gradients_where_none_were_made_before_are_reduced(strategy: str) -> None:
+    torch.manual_seed(0)
+    plain, model = models.Blocks(), build(strategy=strategy)
+    for made in (False, False, True, True, False, True):
+        for side in (plain, model):
+            side.zero_grad()
+            kept, x = models.loss_of(side, batch(0, 1)), batch(0, 0).requires_grad_()
+            inner = partial(torch.mul, other=kept) if made else None
+            torch.autograd.grad(side(Nested.apply(x, inner)).sum(), x)
+        for name, param in plain.named_parameters():
+            grad = zshard.full_grad(model, name)
+            assert (grad is None) == (param.grad is None) == (not made), name
+            assert grad is None or torch.equal(grad, param.grad), name

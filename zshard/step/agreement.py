@@ -268,8 +268,7 @@ class Agreement:
 
     def takes_gradient(self, unit: Unit) -> bool:
         """Whether the gradient of ``unit`` that has arrived is still to be reduced in this pass."""
-        self._pass.makes_gradients = True
-        return unit.index not in self._pass.reduced and not self._pass.reduces_nothing
+        return self._pass.takes_gradient(unit.index, alone=not self._executor.has_peers)
 
     def _advance(self) -> None:
         """Reduce what the program has next, as far as it is ready."""

@@ -171,6 +171,17 @@ class Pass:
             and len(self.ready_on[unit] | ended) == world_size
         ]
 
+    def takes_gradient(self, unit: int, *, alone: bool) -> bool:
+        """Whether a gradient of ``unit`` that has arrived is still to be reduced in it.
+
+        Args:
+            alone: nobody else follows the program, which may be left at any place.
+        """
+        self.makes_gradients = True
+        if self.reduces_nothing and alone:
+            self.leave_program([])
+        return unit not in self.reduced and not self.reduces_nothing
+
     def end_reductions(self, made: bool) -> list[int]:
         """What is left to be reduced at its end: nothing at all, if no rank has a gradient.
 
