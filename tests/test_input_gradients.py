@@ -174,3 +174,34 @@ def test_on_one_rank_gradients_where_none_were_made_before_are_reduced(strategy:
             grad = zshard.full_grad(model, name)
             assert (grad is None) == (param.grad is None) == (not made), name
             assert grad is None or torch.equal(grad, param.grad), name
+
+
+def scaled_steps(rank: int, world_size: int, between: bool) -> list[Tensor]:
+    """Norms and values of steps whose small fp16 gradients are divided as the optimizer reads."""
+    model = build(precision=zshard.Precision.fp16(reduce=torch.float16))
+    optimizer = zshard.AdamW(model.parameters(), lr=0.1)
+    scaler = zshard.GradScaler("cpu", init_scale=2.0**14)
+    seen = []
+    for step in range(FEW_STEPS):
+        scaler.scale(1e-6 * model(batch(rank, step)).float().mean()).backward()
+        scaler.unscale_(optimizer)
+        for max_norm in (1e-8, float("inf")):
+            if between:
+                input_gradient(model, batch(rank, step))
+            seen.append(zshard.clip_grad_norm_(model, max_norm))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(zshard.full_param(model, "inlet.weight"))
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_of_inputs_leaves_the_loss_scale_to_the_optimizer(world_size: int) -> None:
+    def ranks(between: bool) -> list[list[Tensor]]:
+        if world_size == 1:
+            return [scaled_steps(0, 1, between)]
+        return run_ranks(scaled_steps, 2, between)
+
+    for ours, expected in zip(ranks(True), ranks(False), strict=True):
+        assert all(map(torch.equal, ours, expected))

@@ -98,7 +98,7 @@ class Reducer:
 
     def start(self) -> None:
         """Begin a backward: what the last one left lazy is read."""
-        self.apply_scale()
+        self.read_outcome()
         self._present.clear()
 
     def finish(self, tag: Tag, ending: Ending) -> None:
@@ -181,6 +181,7 @@ class Reducer:
 
     def reduce(self, unit: Unit, tag: Tag, doing: Doing) -> None:
         """Pack what gradients there are of ``unit``, and start reducing them."""
+        self.apply_scale()  # here: a backward that reduces nothing leaves it to the optimizer
         for flat in unit.flats:
             if flat.requires_grad:
                 # The other ranks come to this as well: who leaves it has to say so.
