@@ -217,19 +217,30 @@ def test_gradients_of_parameters_have_no_graph(world_size: int, strategy: str) -
     assert torch.equal(told[0][1], one_step(build(), 0, 1))
 
 
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.critic, self.maker = nn.Linear(3, 3), Blocks(), Blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.maker(self.inlet(x))
+
+
 def critic_apart(rank: int, world_size: int, wrapped: bool) -> Record:
     """Trains a critic with a penalty; what it judges is another model, which is freed."""
     torch.manual_seed(0)
-    both: nn.Module = nn.ModuleDict({"critic": Blocks(), "maker": Blocks()})
+    both = Both()
     names = [name for name, _ in both.named_parameters()]
     side: Plain | Wrapped = Plain(both)
     if wrapped:
         kind = {"strategy": lambda name, _: "zero2" if name.startswith("critic") else "zero3"}
-        side = Wrapped(zshard.wrap(both, **kind))
+        critic = ["critic", "critic.blocks.0", "critic.blocks.1", "critic.blocks.2"]
+        made = [f"maker.blocks.{i}" for i in range(3)]
+        side = Wrapped(zshard.wrap(both, units=[*critic, *made], **kind))
     record = Record()
     for step in range(FEW_STEPS):
-        made = both["maker"](batch(0, step))
-        loss = penalty(both["critic"], made.detach().expand(-1, 3)) + made.mean()
+        made = both(batch(0, step))
+        loss = penalty(both.critic, made.detach().expand(-1, 3)) + made.mean()
         loss.backward()
         record.losses.append(loss.detach().clone())
         record.gradients.append({name: side.gradient(name) for name in names})

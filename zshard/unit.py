@@ -203,7 +203,7 @@ class Unit:
             site.require()
 
     def check_unwritten(self) -> None:
-        """Make sure that forward has not written to a whole parameter.
+        """Make sure that forward, or backward, has not written to a whole parameter.
 
         Raises:
             StateError: if it has; the shards do not have the change.
@@ -211,9 +211,10 @@ class Unit:
         for flat in self.flats if self.state is State.GATHERED else ():
             if flat.full.written_while_gathered():
                 raise StateError(
-                    f"unit {self.label!r}: forward changed one of {', '.join(flat.names)} in "
-                    "place, which would be lost. Change parameters between steps, on the sharded "
-                    "parameters (elementwise) or inside zshard.full_params(model, write=True); "
+                    f"unit {self.label!r}: backward or forward changed one of "
+                    f"{', '.join(flat.names)} in place, which would be lost. Change parameters "
+                    "between steps, on the sharded parameters (elementwise) or inside "
+                    "zshard.full_params(model, write=True); "
                     "those that a first batch initialises (ActNorm), by a forward before wrap. "
                     "Leave whole, by ignored=, what every forward updates (a codebook's averages)."
                 )

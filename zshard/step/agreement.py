@@ -152,7 +152,7 @@ class Agreement:
         if current.meets_at_end and not (current.reduces and current.follows):
             label, made = "the end of a forward or backward", int(current.makes_gradients)
             messages = self._meet(Intent.END, label, about=made)
-            for unit in current.end_reductions(any(message.about for message in messages)):
+            for unit in current.left_to_reduce(any(message.about for message in messages)):
                 self._reduce(unit)
             if current.to_be_learned:
                 self._learn()
@@ -266,9 +266,9 @@ class Agreement:
             return
         self._meet(Intent.READY, f"the reduction of unit {unit.label!r}", unit.index)
 
-    def takes_gradient(self, unit: Unit) -> bool:
-        """Whether the gradient of ``unit`` that has arrived is still to be reduced in this pass."""
-        return self._pass.takes_gradient(unit.index, alone=not self._executor.has_peers)
+    def note_gradient(self, unit: Unit) -> bool:
+        """Note that a gradient of ``unit`` has arrived; whether it is to be reduced yet."""
+        return self._pass.note_gradient(unit.index, alone=not self._executor.has_peers)
 
     def _advance(self) -> None:
         """Reduce what the program has next, as far as it is ready."""

@@ -32,8 +32,9 @@ from ..training_state import TrainingState, inside_backward
 from ..unit import State, Unit
 from .double_backward import refuse_graph_of, refuse_graph_of_gradients
 from .forward_log import Forward, ForwardLog
-from .interrupted import Interrupted
+from .interrupted import Interrupted, under_way
 from .meeting import Intent
+from .misplaced import refuse_overwritten, refuse_unexpected
 from .outcome import Ending
 from .recomputation import Recomputation
 
@@ -91,7 +92,7 @@ class Backward:
         # Autograd runs nodes in the reverse of forward's order, so a unit beside this one has
         # nothing left to compute. One around it has; one inside may share its output tensor.
         for other in self._schedule.in_use_beside(unit):
-            self._executor.release(other)
+            self._release(other)
         self._schedule.obtain(unit)
         self._executor.enter("backward", unit)
         self._agreement.look_ahead()
@@ -111,7 +112,7 @@ class Backward:
             if not self.raised:
                 return
             self._schedule.reset()  # this is another backward
-        refuse_graph_of(unit for unit in self._units if unit.in_use)
+        refuse_graph_of(under_way(self._schedule))
         self._schedule.require_values("a backward")
         self._reducer.read_outcome()  # what ended the last one elsewhere, before the others are met
         self._apply_trained_changes()
@@ -196,36 +197,35 @@ class Backward:
         """Free and reduce ``unit``, one of whose leaves got its gradient, if that was the last."""
         refuse_graph_of_gradients(unit)
         self._begin(f"{unit.index}")
-        if self._reduces and not self._agreement.takes_gradient(unit):
+        if self._reduces and not self._agreement.note_gradient(unit):
             self._schedule.reset(Ending.STRAYED)
-            raise StateError(
-                f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients "
-                "had been reduced. If it is used in several reentrant checkpoints, pass "
-                "use_reentrant=False to torch.utils.checkpoint. If backward has taken another way "
-                "than before, repeat the step."
-            )
+            refuse_unexpected(unit)
         if unit.slot_bytes and unit.state is State.SHARDED:
-            raise StateError(
-                f"unit {unit.label!r}: a gradient was made of a parameter while another unit was "
-                "in its memory, so that it may be wrong. Make the two units one "
-                "(zshard.wrap(units=...)), or pass a strategy that keeps whole parameters (zero2)."
-            )
+            refuse_overwritten(unit)
         # The root's reduction is the last in any case, and nothing would hide it.
         if unit is self._root or not unit.all_fired:
             return
         unit.fired.clear()  # in another reentrant checkpoint they come once more
         self._executor.end_backward(unit)
         if unit.may_free_early:
-            self._executor.release(unit)
+            self._release(unit)
             self.recomputation.end(unit)
         if self._reduces:
             self._agreement.ready(unit)
         self._executor.resume_backward()
 
+    def _release(self, unit: Unit) -> None:
+        """Free ``unit``, if nobody has written to its parameters: a graph's node may have."""
+        if any(flat.full.written for flat in unit.flats):
+            unit.check_unwritten()
+        self._executor.release(unit)
+
     def _close(self) -> None:
         """Free every unit, and take part in what is left; nothing more of this backward comes."""
         self._executor.end_backward()
-        self._executor.release_all(but=self._interrupted.units)
+        for unit in self._units:
+            if unit not in self._interrupted.units:
+                self._release(unit)
         self._agreement.finish()
 
     def _finish(self) -> None:

@@ -6,7 +6,7 @@ the schedule and the agreement, need not know of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -108,11 +108,10 @@ class Executor:
         else:
             self.reshard(unit)
 
-    def release_all(self, but: Collection[Unit] = ()) -> None:
-        """End every unit's use, ``but`` that of some."""
+    def release_all(self) -> None:
+        """End every unit's use."""
         for unit in self._units:
-            if unit not in but:
-                self.release(unit)
+            self.release(unit)
 
     def reshard(self, unit: Unit) -> None:
         """Free the whole parameters, if they are there."""

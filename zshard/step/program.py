@@ -171,8 +171,8 @@ class Pass:
             and len(self.ready_on[unit] | ended) == world_size
         ]
 
-    def takes_gradient(self, unit: int, *, alone: bool) -> bool:
-        """Whether a gradient of ``unit`` that has arrived is still to be reduced in it.
+    def note_gradient(self, unit: int, *, alone: bool) -> bool:
+        """Note that a gradient of ``unit`` has arrived; whether it is still to be reduced in it.
 
         Args:
             alone: nobody else follows the program, which may be left at any place.
@@ -182,8 +182,8 @@ class Pass:
             self.leave_program([])
         return unit not in self.reduced and not self.reduces_nothing
 
-    def end_reductions(self, made: bool) -> list[int]:
-        """What is left to be reduced at its end: nothing at all, if no rank has a gradient.
+    def left_to_reduce(self, made: bool) -> list[int]:
+        """What is to be reduced at its end: nothing, now and from now on, if there is no gradient.
 
         Args:
             made: whether any rank has made one.

@@ -155,6 +155,11 @@ class FullBuffer:
         else:
             self.mark(valid=False)
 
+    @property
+    def written(self) -> bool:
+        """Whether somebody wrote to a leaf in place since the last ``mark``."""
+        return self.base is not None and self.base._version != self._marked
+
     def written_while_gathered(self) -> bool:
         """Whether somebody wrote to a leaf in place since the last ``mark``, or gave it other data.
 
@@ -170,7 +175,7 @@ class FullBuffer:
         ]
         for leaf, segment in moved:
             leaf.data = segment.view_of(self.base)
-        return bool(moved) or self.base._version != self._marked
+        return bool(moved) or self.written
 
 
 def _alias(memory: torch.Tensor) -> torch.Tensor:

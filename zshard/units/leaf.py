@@ -96,11 +96,14 @@ class DeadLeaf(Parameter):
         return "zshard: a whole parameter whose unit is not gathered"
 
 
-class RestingLeaf(DeadLeaf):
-    """One whose memory still holds its values, which a backward may read."""
+class RestingLeaf(LiveLeaf):
+    """A whole parameter whose unit is not gathered, in memory that still holds its values.
+
+    A backward may read them; see [Note: double backward] in double_backward.py.
+    """
 
     @classmethod
-    def __torch_function__(
+    def __torch_function__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -110,7 +113,9 @@ class RestingLeaf(DeadLeaf):
         if inside_backward():
             with as_autograd_sees():
                 return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        return DeadLeaf.__torch_function__(func, types, args, kwargs)
+
+    __repr__ = DeadLeaf.__repr__  # type: ignore[assignment]
 
 
 def set_kind(leaves: Sequence[Parameter], kind: type[Parameter]) -> None:

@@ -1,0 +1,70 @@
+"""Parameters that a node of the graph changes in backward, which would be lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Blocks
+from ranks import run_ranks
+from steps import one_step
+from torch import Tensor
+
+import zshard
+
+
+class Writes(torch.autograd.Function):
+    """x W^T, whose backward updates W at once, as LOMO does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, writes: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.writes = writes
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        made = grad @ weight, grad.t() @ x, None
+        if ctx.writes:
+            weight.add_(1)
+        return made
+
+
+class Lomo(Block):
+    writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Writes.apply(x, self.up.weight, self.writes)
+        return x + self.down(torch.tanh(hidden + self.up.bias)) + self.norm(x)
+
+
+def written_in_backward(rank: int, world_size: int, strategy: str, at: int) -> None:
+    torch.manual_seed(0)
+    model = Blocks(block=Lomo)
+    if at == 0:
+        model.blocks[at].down.weight.requires_grad_(False)  # it is not freed early
+    zshard.wrap(model, strategy=strategy, precision=zshard.Precision.bf16())
+    values = zshard.state_dict(model, all_ranks=True)
+    # Where whole parameters stay, the change does, until values are loaded.
+    for writes in (True, False, True) if strategy == "zero3" else (True,):
+        model.blocks[at].writes = writes
+        if not writes:
+            one_step(model, rank, 0)
+            continue
+        with pytest.raises(
+            zshard.StateError, match=rf"backward or forward changed one of blocks\.{at}"
+        ):
+            one_step(model, rank, 0)
+        after = zshard.state_dict(model, all_ranks=True)
+        assert all(torch.equal(value, after[name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_a_parameter_written_in_backward_is_no_silent_loss(
+    strategy: str, at: int, world_size: int
+) -> None:
+    run_ranks(written_in_backward, world_size, strategy, at)

@@ -1,0 +1,35 @@
+"""Gradients that come where none can be taken, and what is said of them."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from ..errors import StateError
+from ..unit import Unit
+
+
+def refuse_unexpected(unit: Unit) -> NoReturn:
+    """Refuse a gradient of a parameter of ``unit`` that would not be reduced.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"unit {unit.label!r}: a parameter got a gradient behind the unit's reduction, or where "
+        "the same backward made none before. If it is used in several reentrant checkpoints, pass "
+        "use_reentrant=False to torch.utils.checkpoint. If backward has taken another way than "
+        "before, repeat the step."
+    )
+
+
+def refuse_overwritten(unit: Unit) -> NoReturn:
+    """Refuse a gradient that was made while the memory of ``unit`` held something else.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"unit {unit.label!r}: a gradient was made of a parameter while another unit was in its "
+        "memory, so that it may be wrong. Make the two units one (zshard.wrap(units=...)), or pass "
+        "a strategy that keeps whole parameters (zero2)."
+    )
