@@ -268,7 +268,8 @@ class Agreement:
 
     def note_gradient(self, unit: Unit) -> bool:
         """Note that a gradient of ``unit`` has arrived; whether it is to be reduced yet."""
-        return self._pass.note_gradient(unit.index, alone=not self._executor.has_peers)
+        self._pass.makes_gradients = True
+        return unit.index not in self._pass.reduced
 
     def _advance(self) -> None:
         """Reduce what the program has next, as far as it is ready."""

@@ -15,10 +15,9 @@ def refuse_unexpected(unit: Unit) -> NoReturn:
         StateError: always.
     """
     raise StateError(
-        f"unit {unit.label!r}: a parameter got a gradient behind the unit's reduction, or where "
-        "the same backward made none before. If it is used in several reentrant checkpoints, pass "
-        "use_reentrant=False to torch.utils.checkpoint. If backward has taken another way than "
-        "before, repeat the step."
+        f"unit {unit.label!r}: a parameter got another gradient after the unit's gradients had "
+        "been reduced. If it is used in several reentrant checkpoints, pass use_reentrant=False to "
+        "torch.utils.checkpoint. If backward has taken another way than before, repeat the step."
     )
 
 

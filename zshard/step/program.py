@@ -81,9 +81,8 @@ class Pass:
         program: what it follows; None where it goes from meeting to meeting.
         trained: units that it reduces; those that were not before its end, there in this order.
         reduces: whether it is a backward that reduces them, and has not ended.
-        reduces_nothing: whether its program has no reductions: no rank got a gradient before.
         makes_gradients: whether this rank has got any in it.
-        follows: whether it began with a program, and has not left it if it reduces.
+        follows: whether it began with a program; one that reduces: with reductions, and not left.
         to_be_learned: whether ranks have needed what is in no program, so there is a new one.
         meets_at_end: whether a meeting ends it.
         needed: what this rank has needed, in its order.
@@ -100,7 +99,6 @@ class Pass:
     program: Program | None = None
     trained: Sequence[int] = ()
     reduces: bool = False
-    reduces_nothing: bool = False
     makes_gradients: bool = False
     follows: bool = field(init=False)
     to_be_learned: bool = False
@@ -122,7 +120,10 @@ class Pass:
     def reduce(self, trained: Sequence[int]) -> None:
         """Be a backward that reduces the units ``trained``."""
         self.trained, self.reduces = trained, True
-        self.reduces_nothing = self.follows and all(turn.op is Op.GATHER for turn in self.rest)
+        if self.follows and all(turn.op is Op.GATHER for turn in self.rest):
+            # No rank got a gradient before. One may now: what reentrant checkpoints make, say,
+            # cannot be foreseen. The ranks hear of it at the end.
+            self.follows, self.meets_at_end = False, True
 
     @property
     def next(self) -> Turn | None:
@@ -150,7 +151,7 @@ class Pass:
         """
         if self.reduces:
             self.ready_on = {unit: set(ranks) for unit in self.ready}
-            self.follows, self.meets_at_end, self.reduces_nothing = False, True, False
+            self.follows, self.meets_at_end = False, True
         self.program, self.to_be_learned = None, True
 
     def complete(
@@ -171,19 +172,8 @@ class Pass:
             and len(self.ready_on[unit] | ended) == world_size
         ]
 
-    def note_gradient(self, unit: int, *, alone: bool) -> bool:
-        """Note that a gradient of ``unit`` has arrived; whether it is still to be reduced in it.
-
-        Args:
-            alone: nobody else follows the program, which may be left at any place.
-        """
-        self.makes_gradients = True
-        if self.reduces_nothing and alone:
-            self.leave_program([])
-        return unit not in self.reduced and not self.reduces_nothing
-
     def left_to_reduce(self, made: bool) -> list[int]:
-        """What is to be reduced at its end: nothing, now and from now on, if there is no gradient.
+        """What is to be reduced at its end: nothing if there is no gradient, nor in its program.
 
         Args:
             made: whether any rank has made one.
