@@ -226,6 +226,22 @@ class Both(nn.Module):
         return self.maker(self.inlet(x))
 
 
+class Leaky(Block):
+    """Keeps what it makes inside of it, for a loss that reaches no output of the unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.up(x)
+        return x + self.down(torch.tanh(self.kept))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_gradients_of_parameters_have_no_graph_where_no_output_is_reached(strategy: str) -> None:
+    model = zshard.wrap(Blocks(block=Leaky), strategy=strategy)
+    model(batch(0, 0))
+    with pytest.raises(zshard.StateError, match="have no graph"):
+        model.blocks[0].kept.sum().backward(create_graph=True)
+
+
 def critic_apart(rank: int, world_size: int, wrapped: bool) -> Record:
     """Trains a critic with a penalty; what it judges is another model, which is freed."""
     torch.manual_seed(0)

@@ -30,9 +30,9 @@ import torch
 from ..errors import Error, MismatchError, StateError
 from ..training_state import TrainingState, inside_backward
 from ..unit import State, Unit
-from .double_backward import refuse_graph_of, refuse_graph_of_gradients
+from .double_backward import refuse_graph_of_gradients, refuse_graph_through
 from .forward_log import Forward, ForwardLog
-from .interrupted import Interrupted, under_way
+from .interrupted import Interrupted
 from .meeting import Intent
 from .misplaced import refuse_overwritten, refuse_unexpected
 from .outcome import Ending
@@ -81,7 +81,7 @@ class Backward:
         Args:
             index: of the output among the unit's; forward: that it came from.
         """
-        refuse_graph_of([unit])
+        refuse_graph_through(unit)
         self._begin(f"{unit.index}.{index}", forward)
         self.forwards.reached.add(forward)
         if unit is self.current and unit.state is State.GATHERED:
@@ -112,7 +112,6 @@ class Backward:
             if not self.raised:
                 return
             self._schedule.reset()  # this is another backward
-        refuse_graph_of(under_way(self._schedule))
         self._schedule.require_values("a backward")
         self._reducer.read_outcome()  # what ended the last one elsewhere, before the others are met
         self._apply_trained_changes()

@@ -10,33 +10,30 @@ next one, through that graph, each parameter gets its gradient at once, as ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from ..errors import StateError
 from ..unit import Unit
 
 
-def refuse_graph_of(units: Iterable[Unit]) -> None:
-    """Refuse a backward that makes a graph through ``units``, where it could not be used.
+def refuse_graph_through(unit: Unit) -> None:
+    """Refuse a backward that makes a graph through ``unit``, where it could not be used.
 
     To be asked in one of its hooks, in which autograd enables gradients only if it makes one.
 
     Raises:
-        StateError: with the first unit that is freed, or of which it makes gradients.
+        StateError: if the unit is freed behind its backward, or gradients of its parameters come.
     """
     if not torch.is_grad_enabled():
         return
-    for unit in units:
-        if any(flat.full.will_be_reached() for flat in unit.flats):
-            refuse_graph_of_gradients(unit)
-        if unit.slot_bytes > 0:
-            raise StateError(
-                f"unit {unit.label!r}: torch.autograd.grad(create_graph=True) makes a graph that "
-                "reads the unit's parameters, whose memory is about to hold another unit. Pass a "
-                'strategy that keeps whole parameters: zshard.wrap(strategy="zero2").'
-            )
+    if any(flat.full.will_be_reached() for flat in unit.flats):
+        refuse_graph_of_gradients(unit)
+    if unit.slot_bytes > 0:
+        raise StateError(
+            f"unit {unit.label!r}: torch.autograd.grad(create_graph=True) makes a graph that reads "
+            "the unit's parameters, whose memory is about to hold another unit. Pass a strategy "
+            'that keeps whole parameters: zshard.wrap(strategy="zero2").'
+        )
 
 
 def refuse_graph_of_gradients(unit: Unit) -> None:

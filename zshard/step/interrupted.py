@@ -13,19 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..training_state import TrainingState
-from ..unit import Unit
 from ..units.forward_io import ForwardIO
 from .meeting import Intent
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
-
-
-def under_way(schedule: Schedule) -> list[Unit]:
-    """The units whose forwards are, the outermost first."""
-    # Outside of a forward of its own the root is in use for a backward to come.
-    in_forward = schedule.executor.state is TrainingState.FORWARD
-    return [u for u in schedule.units if u.in_use and (in_forward or u is not schedule.root)]
 
 
 class Interrupted:
@@ -38,7 +30,9 @@ class Interrupted:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._in_forward = schedule.executor.state is TrainingState.FORWARD
-        self.units = under_way(schedule)
+        # Outside of a forward of its own the root is in use for a backward to come.
+        outside = () if self._in_forward else (schedule.root,)
+        self.units = [u for u in schedule.units if u.in_use and u not in outside]
         self._forward_ios = [unit.forward_io for unit in self.units]
         for unit in self.units:
             unit.forward_io = ForwardIO()  # freeing the unit drops this one's inputs
