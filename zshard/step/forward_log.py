@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..training_state import inside_backward
 from ..unit import Unit
 
 
@@ -55,14 +56,14 @@ class ForwardLog:
         self.current = Forward()
 
     def note(self, needed: str, gathered: str, order: Sequence[Unit] = ()) -> None:
-        """Note that it has ended, if a backward may go through it.
+        """Note that it has ended, or is cut by a backward, if one may go through it.
 
         Args:
             needed: the gathers that it needed; gathered: what is there after it; order: its calls.
         """
         if self._backwards > 0:
             self._noted, self._backwards = [], 0
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or inside_backward():
             # Without those that nobody can go through any more.
             self._noted = [each for each in self._noted if each.forward() is not None]
             calls = " ".join(str(unit.index) for unit in order)

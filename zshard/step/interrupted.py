@@ -38,6 +38,8 @@ class Interrupted:
             unit.forward_io = ForwardIO()  # freeing the unit drops this one's inputs
         if self._in_forward:
             schedule.agreement.cut()
+            needed, gathered = schedule.agreement.needed, schedule.executor.gathered_units
+            schedule.backward.forwards.note(needed, gathered, schedule.forward.order)
 
     def go_on(self) -> None:
         """Put back what the forwards need, after the backward.
