@@ -56,7 +56,7 @@ def batched(model: nn.Module, x: Tensor) -> Tensor:
     """Several gradients at once, by vmap."""
     x = x.clone().requires_grad_()
     out = model(x)
-    rows = torch.eye(len(out)).unsqueeze(-1)
+    rows = torch.eye(len(out)).to(out).unsqueeze(-1)
     options: dict[str, Any] = {"create_graph": True, "is_grads_batched": True}
     (jacobian,) = torch.autograd.grad(out, x, rows, **options)
     return jacobian.square().mean()
@@ -124,16 +124,22 @@ ALONE = ("penalty alone", "in Python", "batched")
 
 
 def trained(
-    rank: int, world_size: int, case: str, strategy: str | None, comm: str = "auto"
+    rank: int,
+    world_size: int,
+    case: str,
+    strategy: str | None,
+    comm: str = "auto",
+    device: str = "cpu",
 ) -> Record:
     make, loss_of = CASES[case]
     torch.manual_seed(0)
     side: Plain | Wrapped
     if strategy is None:
-        side = Plain(make(), world_size)
+        side = Plain(make().to(device), world_size)
     else:
-        side = Wrapped(zshard.wrap(make(), strategy=strategy, comm=comm))
-    batches = [batch(0 if case in ALONE else rank, step) for step in range(2 * FEW_STEPS)]
+        side = Wrapped(zshard.wrap(make(), strategy=strategy, comm=comm, device=device))
+    own = 0 if case in ALONE else rank
+    batches = [batch(own, step).to(device) for step in range(2 * FEW_STEPS)]
     how = {"loss_of": loss_of, "clip": (1.0, 2.0), "accumulate": 2}
     return train(side, adamw(side.module), batches, **how)
 
@@ -170,6 +176,17 @@ def assert_same_bits_but_norms(ours: Record, theirs: Record) -> None:
     assert_same_bits(ours.before_any_step(), theirs.before_any_step())
     ours.norms = norms
     assert_close(ours, theirs, 1e-4)
+
+
+if torch.cuda.is_available():
+
+    @pytest.mark.cuda
+    @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+    @pytest.mark.parametrize("case", CASES)
+    def test_on_a_gpu_gradients_are_the_plain_models(case: str, strategy: str) -> None:
+        """Autograd runs the backward in a thread of its own there."""
+        ours, theirs = (trained(0, 1, case, side, device="cuda").cpu() for side in (strategy, None))
+        assert_close(ours, theirs, 1e-4)
 
 
 @pytest.mark.parametrize("case", ["penalty", "residual", "forces"])
