@@ -121,7 +121,7 @@ class Agreement:
 
     def pause(self) -> None:
         """Cut a forward, for another model's pass to begin inside of it."""
-        if not self._pass.paused:
+        if not self._pass.paused and not self._cut:  # else a backward is under way, and goes on
             self._finish_part()
             self._pass.paused = True
 

@@ -243,9 +243,9 @@ class Backward:
         self._executor.enter_state(TrainingState.IDLE)
         self._begun.pop(self, None)
         self.forwards.end_backward()
-        if self._reduces:
-            self._reducer.run_hooks()
-        self._interrupted.go_on()
+        with self._interrupted.going_on():
+            if self._reduces:
+                self._reducer.run_hooks()
 
     # --- exceptions ------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ where that is needed, and the forward goes on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..training_state import TrainingState
@@ -41,7 +43,15 @@ class Interrupted:
             needed, gathered = schedule.agreement.needed, schedule.executor.gathered_units
             schedule.backward.forwards.note(needed, gathered, schedule.forward.order)
 
-    def go_on(self) -> None:
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """A context behind which the forwards go on, if only to be left by what it has raised."""
+        try:
+            yield
+        finally:
+            self._go_on()
+
+    def _go_on(self) -> None:
         """Put back what the forwards need, after the backward.
 
         Raises:
