@@ -9,7 +9,7 @@ import torch
 from models import Block, Blocks
 from ranks import run_ranks
 from steps import one_step
-from torch import Tensor
+from torch import Tensor, nn
 
 import zshard
 
@@ -68,3 +68,30 @@ def test_a_parameter_written_in_backward_is_no_silent_loss(
     strategy: str, at: int, world_size: int
 ) -> None:
     run_ranks(written_in_backward, world_size, strategy, at)
+
+
+class Keeps(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.up.weight]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_one_that_was_kept_is_guarded_while_a_backward_may_read_it(through_data: bool) -> None:
+    model = zshard.wrap(Blocks(block=Keeps), precision=zshard.Precision.bf16())
+
+    def hook(grad: Tensor) -> None:
+        (kept,) = model.blocks[2].kept  # whose unit is resharded by now
+        with pytest.raises(zshard.StateError, match="cannot change inside the forward or backward"):
+            kept.requires_grad_(False)
+        with torch.no_grad():
+            (kept.data if through_data else kept).add_(1)
+
+    def hooked(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(hook)
+
+    handle = model.inlet.register_forward_hook(hooked)
+    with pytest.raises(zshard.StateError, match=r"backward or forward changed one of blocks\.2"):
+        one_step(model, 0, 0)
+    handle.remove()
+    one_step(model, 0, 0)

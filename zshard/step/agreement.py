@@ -267,7 +267,7 @@ class Agreement:
         self._meet(Intent.READY, f"the reduction of unit {unit.label!r}", unit.index)
 
     def note_gradient(self, unit: Unit) -> bool:
-        """Note that a gradient of ``unit`` has arrived; whether it is to be reduced yet."""
+        """Note that a gradient of ``unit`` has arrived; if it is still to be reduced."""
         self._pass.makes_gradients = True
         return unit.index not in self._pass.reduced
 

@@ -83,7 +83,7 @@ class DeadLeaf(Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _TRUE_OF_THE_DEAD:
+        if cls._may_be_called(func):
             with as_autograd_sees():
                 return func(*args, **(kwargs or {}))
         raise ShardedAccessError(
@@ -92,30 +92,23 @@ class DeadLeaf(Parameter):
             "while the unit computes, or read it with zshard.full_param(model, name)."
         )
 
+    @classmethod
+    def _may_be_called(cls, func: Any) -> bool:
+        return func in _TRUE_OF_THE_DEAD
+
     def __repr__(self) -> str:  # type: ignore[override]
         return "zshard: a whole parameter whose unit is not gathered"
 
 
-class RestingLeaf(LiveLeaf):
+class RestingLeaf(DeadLeaf, LiveLeaf):  # type: ignore[misc]
     """A whole parameter whose unit is not gathered, in memory that still holds its values.
 
     A backward may read them; see [Note: double backward] in double_backward.py.
     """
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if inside_backward():
-            with as_autograd_sees():
-                return func(*args, **(kwargs or {}))
-        return DeadLeaf.__torch_function__(func, types, args, kwargs)
-
-    __repr__ = DeadLeaf.__repr__  # type: ignore[assignment]
+    def _may_be_called(cls, func: Any) -> bool:
+        return inside_backward() or super()._may_be_called(func)
 
 
 def set_kind(leaves: Sequence[Parameter], kind: type[Parameter]) -> None:
