@@ -208,8 +208,8 @@ class Unit:
         Raises:
             StateError: if it has; the shards do not have the change.
         """
-        for flat in self.flats if self.state is State.GATHERED or not self.slot_bytes else ():
-            if flat.full.written_while_gathered():
+        for flat in self.flats:
+            if flat.full.written_while_valid():
                 raise StateError(
                     f"unit {self.label!r}: backward or forward changed one of "
                     f"{', '.join(flat.names)} in place, which would be lost. Change parameters "

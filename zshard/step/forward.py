@@ -159,9 +159,10 @@ class ForwardHooks:
         raised = self._root.forward_io.raised
         if schedule.methods.running:
             return self._end_in_method(raised, output)
-        if self._executor.state is TrainingState.FORWARD and raised:
-            schedule.reset()
-            return None
+        if raised and self._executor.state is not TrainingState.BACKWARD:
+            if self._executor.state is TrainingState.FORWARD:
+                schedule.reset()
+            return None  # one that was refused has begun nothing that is to be ended
         if schedule.precision.output is not None:
             output = cast_floating(output, schedule.precision.output)
         if self._executor.state is TrainingState.BACKWARD:  # all of the model is being recomputed

@@ -160,21 +160,22 @@ class FullBuffer:
         """Whether somebody wrote to a leaf in place since the last ``mark``."""
         return self.base is not None and self.base._version != self._marked
 
-    def written_while_gathered(self) -> bool:
-        """Whether somebody wrote to a leaf in place since the last ``mark``, or gave it other data.
+    def written_while_valid(self) -> bool:
+        """Whether somebody wrote to a leaf that holds its values, or gave it other data.
 
         The latter is undone.
         """
-        if self.base is None:
+        if self.base is None or self._marked % 2:  # see `mark`
             return False
-        moved = [
-            (leaf, segment)
-            for leaf, segment in zip(self.leaves, self._flat.layout.segments, strict=True)
-            if leaf.data_ptr() != self.base.data_ptr() + segment.offset * leaf.itemsize
-            and leaf.numel() > 0
-        ]
-        for leaf, segment in moved:
-            leaf.data = segment.view_of(self.base)
+        with as_autograd_sees():
+            moved = [
+                (leaf, segment)
+                for leaf, segment in zip(self.leaves, self._flat.layout.segments, strict=True)
+                if leaf.data_ptr() != self.base.data_ptr() + segment.offset * leaf.itemsize
+                and leaf.numel() > 0
+            ]
+            for leaf, segment in moved:
+                leaf.data = segment.view_of(self.base)
         return bool(moved) or self.written
 
 
