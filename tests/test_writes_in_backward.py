@@ -1,4 +1,4 @@
-"""Parameters that a node of the graph changes in backward, which would be lost."""
+"""Parameters that a forward, or a node of the graph, changes in place, which would be lost."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ def written_in_backward(rank: int, world_size: int, strategy: str, at: int) -> N
         model.blocks[at].down.weight.requires_grad_(False)  # it is not freed early
     zshard.wrap(model, strategy=strategy, precision=zshard.Precision.bf16())
     values = zshard.state_dict(model, all_ranks=True)
+    losses = []
     # Where whole parameters stay, the change does, until values are loaded.
-    for writes in (True, False, True) if strategy == "zero3" else (True,):
+    for writes in (False, True, False, True) if strategy == "zero3" else (False, True):
         model.blocks[at].writes = writes
         if not writes:
-            one_step(model, rank, 0)
+            losses.append(one_step(model, rank, 0))
+            assert torch.equal(losses[0], losses[-1])
             continue
         with pytest.raises(
             zshard.StateError, match=rf"backward or forward changed one of blocks\.{at}"
@@ -68,6 +70,29 @@ def test_a_parameter_written_in_backward_is_no_silent_loss(
     strategy: str, at: int, world_size: int
 ) -> None:
     run_ranks(written_in_backward, world_size, strategy, at)
+
+
+class Rewrites(Block):
+    writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.up.weight.add_(1)
+                self.down.weight.add_(1)
+        return super().forward(x)
+
+
+def test_what_one_rank_has_written_in_its_copies_does_not_stay() -> None:
+    model = Blocks(block=Rewrites)
+    model.blocks[1].down.weight.requires_grad_(False)  # which has a flat buffer of its own
+    zshard.wrap(model, precision=zshard.Precision.bf16())
+    before = one_step(model, 0, 0)
+    model.blocks[1].writes = True
+    with pytest.raises(zshard.StateError, match=r"backward or forward changed one of blocks\.1"):
+        one_step(model, 0, 0)
+    model.blocks[1].writes = False
+    assert torch.equal(one_step(model, 0, 0), before)
 
 
 class Keeps(Block):

@@ -208,16 +208,16 @@ class Unit:
         Raises:
             StateError: if it has; the shards do not have the change.
         """
-        for flat in self.flats:
-            if flat.full.written_while_valid():
-                raise StateError(
-                    f"unit {self.label!r}: backward or forward changed one of "
-                    f"{', '.join(flat.names)} in place, which would be lost. Change parameters "
-                    "between steps, on the sharded parameters (elementwise) or inside "
-                    "zshard.full_params(model, write=True); those that a first batch initialises "
-                    "(ActNorm), by a forward before wrap. Leave whole, by ignored=, what every "
-                    "forward updates (a codebook's averages)."
-                )
+        written = [flat for flat in self.flats if flat.full.note_writes()]
+        if written:
+            raise StateError(
+                f"unit {self.label!r}: backward or forward changed one of "
+                f"{', '.join(written[0].names)} in place, which would be lost. Change parameters "
+                "between steps, on the sharded parameters (elementwise) or inside "
+                "zshard.full_params(model, write=True); those that a first batch initialises "
+                "(ActNorm), by a forward before wrap. Leave whole, by ignored=, what every "
+                "forward updates (a codebook's averages)."
+            )
 
     def reshard(self) -> None:
         """GATHERED or GATHERING -> SHARDED: give the slot back."""

@@ -160,10 +160,11 @@ class FullBuffer:
         """Whether somebody wrote to a leaf in place since the last ``mark``."""
         return self.base is not None and self.base._version != self._marked
 
-    def written_while_valid(self) -> bool:
-        """Whether somebody wrote to a leaf that holds its values, or gave it other data.
+    def note_writes(self) -> bool:
+        """Note what somebody wrote to leaves that hold their values; whether there was anything.
 
-        The latter is undone.
+        Other data that a leaf was given is taken back. What was written in place is, on one rank,
+        a copy of the master, if that is another tensor: it will be cast anew.
         """
         if self.base is None or self._marked % 2:  # see `mark`
             return False
@@ -176,6 +177,8 @@ class FullBuffer:
             ]
             for leaf, segment in moved:
                 leaf.data = segment.view_of(self.base)
+        if self.written:
+            self._flat.master.stale = self._flat.master.has_copy
         return bool(moved) or self.written
 
 
