@@ -110,3 +110,43 @@ def pushed_out(rank: int, world_size: int) -> str:
 def test_a_gradient_made_without_the_weights_is_refused() -> None:
     for message in run_ranks(pushed_out, 2):
         assert "'inner.blocks.0'" in message and "another unit was in its memory" in message
+
+
+def before_the_model(rank: int, world_size: int, strategy: str, alone: bool) -> None:
+    """A backward that comes to what is beside the model in a checkpoint, and not to the model.
+
+    The recomputation runs the model, up to the last tensor that was saved: it is left inside.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 5))
+    wrapped = zshard.wrap(copy.deepcopy(plain), strategy=strategy, units=["0", "2", "3"])
+    schedule = schedule_of(wrapped)
+    for _ in range(3):
+        for model in (plain, wrapped):
+            model.zero_grad()
+            called = model[0] if alone else model
+
+            def region(x: Tensor, called: nn.Module = called) -> tuple[Tensor, Tensor]:
+                x = x.exp()
+                return x, called(x)
+
+            x = torch.linspace(-1.0, 1.0, 20).view(4, 5).requires_grad_()
+            beside, out = checkpoint(region, x, use_reentrant=False)
+            beside.sum().backward(retain_graph=True)
+            assert not any(unit.in_use for unit in schedule.units)
+            zshard.state_dict(wrapped)  # the modules hold the sharded parameters
+            out.square().sum().backward()
+            assert not any(unit.in_use for unit in schedule.units)
+        for name, param in plain.named_parameters():
+            grad = zshard.full_grad(wrapped, name)
+            assert (grad is None) == (param.grad is None), name
+            assert grad is None or torch.allclose(grad, param.grad), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_recomputation_before_the_backward_has_come_to_the_model_leaves_it_at_rest(
+    alone: bool, strategy: str, world_size: int
+) -> None:
+    run_ranks(before_the_model, world_size, strategy, alone)

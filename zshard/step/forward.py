@@ -162,7 +162,9 @@ class ForwardHooks:
         if raised and self._executor.state is not TrainingState.BACKWARD:
             if self._executor.state is TrainingState.FORWARD:
                 schedule.reset()
-            return None  # one that was refused has begun nothing that is to be ended
+            elif inside_backward():  # a recomputation, before that has come to this model
+                self._executor.release_all()
+            return None  # else it was refused, and has begun nothing that is to be ended
         if schedule.precision.output is not None:
             output = cast_floating(output, schedule.precision.output)
         if self._executor.state is TrainingState.BACKWARD:  # all of the model is being recomputed
@@ -242,7 +244,7 @@ class ForwardHooks:
             if self._executor.state is TrainingState.BACKWARD:
                 if isinstance(sys.exc_info()[1], _StopRecomputationError):
                     self._backward.recomputed(unit)
-            elif self._executor.state is TrainingState.FORWARD or not inside_backward():
+            else:
                 # The model may catch the exception, and go on with what that or a hook has kept.
                 self._executor.leave(unit)
                 error = sys.exc_info()[1]
