@@ -89,7 +89,13 @@ class FullBuffer:
 
         def leaf_grad_arrived(leaf: torch.Tensor) -> None:
             if (owner := full()) is not None:
-                owner._flat.unit.leaf_grad_arrived(owner._flat, index)
+                try:
+                    owner._flat.unit.leaf_grad_arrived(owner._flat, index)
+                except BaseException:
+                    # Where no backward could begin, nothing else would: the next one adds to it.
+                    with as_autograd_sees():
+                        leaf.grad = None
+                    raise
 
         leaf.register_hook(change)  # type: ignore[no-untyped-call]
         leaf.register_post_accumulate_grad_hook(leaf_grad_arrived)  # type: ignore[no-untyped-call]
