@@ -120,3 +120,58 @@ def test_one_that_was_kept_is_guarded_while_a_backward_may_read_it(through_data:
         one_step(model, 0, 0)
     handle.remove()
     one_step(model, 0, 0)
+
+
+class RewritesRoot(Blocks):
+    raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises:
+            with torch.no_grad():
+                self.inlet.weight.add_(1)
+            raise ArithmeticError
+        return super().forward(x)
+
+
+def test_what_one_rank_has_written_before_an_exception_does_not_stay() -> None:
+    model = zshard.wrap(RewritesRoot(), precision=zshard.Precision.bf16())
+    before = one_step(model, 0, 0)
+    model.raises = True
+    with pytest.raises(ArithmeticError):
+        one_step(model, 0, 0)
+    model.raises = False
+    assert torch.equal(one_step(model, 0, 0), before)
+
+
+def write_in_backward(model: nn.Module, at: tuple[int, ...]) -> Tensor:
+    """One whose backward writes to parameters that were kept from the last forward."""
+
+    def hook(grad: Tensor) -> None:
+        with torch.no_grad():
+            for index in at:
+                model.blocks[index].kept[0].add_(1)
+
+    x = torch.ones(3, requires_grad=True) * 2
+    x.register_hook(hook)
+    return x
+
+
+def test_what_a_backward_wrote_to_several_units_is_told_once_and_does_not_stay() -> None:
+    model = zshard.wrap(Blocks(block=Keeps), precision=zshard.Precision.bf16())
+    before = one_step(model, 0, 0)
+    x = write_in_backward(model, (0, 1, 2))
+    with pytest.raises(zshard.StateError, match=r"backward or forward changed one of blocks\.\d"):
+        (model(x).sum() + x.sum()).backward()
+    model.order = (0, 1)  # a step without a unit that was written
+    one_step(model, 0, 0)
+    model.order = (0, 1, 2)
+    assert torch.equal(one_step(model, 0, 0), before)
+
+
+def test_what_a_backward_of_something_else_wrote_is_no_silent_loss() -> None:
+    model = zshard.wrap(Blocks(block=Keeps), precision=zshard.Precision.bf16())
+    before = one_step(model, 0, 0)
+    write_in_backward(model, (1,)).sum().backward()
+    with pytest.raises(zshard.StateError, match=r"backward or forward changed one of blocks\.1"):
+        one_step(model, 0, 0)
+    assert torch.equal(one_step(model, 0, 0), before)

@@ -164,6 +164,8 @@ class Schedule:
         self.executor.release_all()
         for unit in self.units:
             unit.give_slot_back()  # if the exception came as it was about to be gathered
+            for flat in unit.flats if unit.state is State.SHARDED else ():
+                flat.full.forget_writes()  # the exception may have been for one of them
         self.executor.enter_state(TrainingState.IDLE)
 
     # --- what may be called now ------------------------------------------------------------------

@@ -70,6 +70,7 @@ class Executor:
         with self._comm.awaited("the gather", unit.label), self.doing("gather", unit):
             try:
                 move = self.state is not TrainingState.BACKWARD
+                _check_at_rest(unit)
                 unit.gather(tag, move=move, evict=self.reshard)
             except StateError:
                 unit.join(tag)  # the other ranks are in it
@@ -160,6 +161,23 @@ class Executor:
 
     def _tag(self, phase: str, unit: Unit) -> Tag:
         return Tag(self.step, phase, unit.label)
+
+
+def _check_at_rest(unit: Unit) -> None:
+    """Make sure that nobody has written to a whole parameter since the unit was used.
+
+    On one rank the values stay, and a backward, which may be of something else, may read them.
+
+    Raises:
+        StateError: if somebody has; once, as the unit then begins with the master's values.
+    """
+    written = [flat.full for flat in unit.flats if flat.full.written]
+    if written:
+        try:
+            unit.check_unwritten()
+        finally:
+            for full in written:
+                full.forget_writes()
 
 
 @contextmanager

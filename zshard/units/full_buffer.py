@@ -51,7 +51,7 @@ class FullBuffer:
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.leaves: list[Parameter] = []
-        self._marked = 0  # the version counter of `base` as we last set it
+        self._marked = 1  # the version counter of `base` as we last set it
         self._watched: set[int] = set()  # leaves that call at their gradient
         self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
 
@@ -146,6 +146,8 @@ class FullBuffer:
             valid: whether it holds the master's values; else something else, or older ones.
         """
         if self.base is not None:
+            if self._is_valid and self.written and self._flat.master.has_copy:
+                self._flat.master.stale = True  # on one rank it was written: to be cast anew
             self._marked = 2 * self._flat.version + (not valid)
             _unsafe_set_version_counter((self.base,), (self._marked,))
             set_kind(self.leaves, LiveLeaf if valid else DeadLeaf)
@@ -154,25 +156,34 @@ class FullBuffer:
         """End a use of the values.
 
         Args:
-            stays: whether they stay in the buffer; then a graph may read them.
+            stays: whether they stay in the buffer; then, if unwritten, a graph may read them.
         """
-        if stays:
+        if stays and not self.written:
             set_kind(self.leaves, RestingLeaf)
         else:
             self.mark(valid=False)
+
+    @property
+    def _is_valid(self) -> bool:
+        # See `mark`.
+        return self.base is not None and self._marked % 2 == 0
 
     @property
     def written(self) -> bool:
         """Whether somebody wrote to a leaf in place since the last ``mark``."""
         return self.base is not None and self.base._version != self._marked
 
+    def forget_writes(self) -> None:
+        """Hold no values, if somebody wrote to them: another use is to begin with the master's."""
+        if self.written:
+            self.mark(valid=False)
+
     def note_writes(self) -> bool:
         """Note what somebody wrote to leaves that hold their values; whether there was anything.
 
-        Other data that a leaf was given is taken back. What was written in place is, on one rank,
-        a copy of the master, if that is another tensor: it will be cast anew.
+        Other data that a leaf was given is taken back.
         """
-        if self.base is None or self._marked % 2:  # see `mark`
+        if self.base is None or not self._is_valid:
             return False
         with as_autograd_sees():
             moved = [
@@ -183,8 +194,6 @@ class FullBuffer:
             ]
             for leaf, segment in moved:
                 leaf.data = segment.view_of(self.base)
-        if self.written:
-            self._flat.master.stale = self._flat.master.has_copy
         return bool(moved) or self.written
 
 
