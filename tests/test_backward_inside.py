@@ -5,6 +5,8 @@ See [Note: a backward inside a forward] in interrupted.py.
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from odd import INPUT, Stacked, assert_same_grads, pair
@@ -255,6 +257,30 @@ def routed(rank: int, world_size: int, strategy: str, comm: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_may_run_other_units_before_it(strategy: str, comm: str) -> None:
     run_ranks(routed, 2, strategy, comm)
+
+
+class Failing(nn.Module):
+    """Raises in a gradient that it takes inside its forward, of what went in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.inlet(x)
+        first.register_hook(Surface.fail)
+        return torch.autograd.grad(first.exp().sum(), x)[0]
+
+
+def test_a_model_that_is_reset_holds_no_input_of_what_was_interrupted() -> None:
+    _, model = pair(lambda: nn.Sequential(Failing()), units=["0", "0.inlet"])
+    x = INPUT.clone().requires_grad_() * 1
+    there = weakref.ref(x)
+    with pytest.raises(ArithmeticError):
+        model(x)
+    zshard.reset(model)
+    del x
+    assert there() is None
 
 
 class Around(nn.Module):

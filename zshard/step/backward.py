@@ -70,7 +70,7 @@ class Backward:
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: ref[partial[None]] | None = None
         self.forwards, self.recomputation = ForwardLog(), Recomputation()
-        self._interrupted: Interrupted  # by the backward under way
+        self._interrupted = Interrupted(schedule)  # by the backward under way
         self._alone = True  # whether no other model had its backward meanwhile
         self._agreement.before_meeting = self._bring_others_back
         self._reducer.on_strayed = self._agreement.expect_other_ways
@@ -326,6 +326,7 @@ class Backward:
     def abandon(self, ending: Ending) -> None:
         """Leave the forward or backward under way; see [Note: after an exception]."""
         self._end = self.current = None
+        self._interrupted.forget()
         self._begun.pop(self, None)  # else the meetings below would bring it back once more
         self._bring_others_back()  # what has raised inside a forward comes before its end
         self._agreement.abort()

@@ -51,6 +51,11 @@ class Interrupted:
         finally:
             self._go_on()
 
+    def forget(self) -> None:
+        """Let go of the forwards, and of what went into them: an exception has left them."""
+        self.units.clear()
+        self._forward_ios.clear()
+
     def _go_on(self) -> None:
         """Put back what the forwards need, after the backward.
 
