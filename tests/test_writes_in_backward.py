@@ -95,6 +95,33 @@ def test_what_one_rank_has_written_in_its_copies_does_not_stay() -> None:
     assert torch.equal(one_step(model, 0, 0), before)
 
 
+def written_on_one_rank(rank: int, world_size: int, strategy: str, dtypes: str) -> None:
+    torch.manual_seed(0)
+    split = zshard.Precision.bf16(master="split")
+    model = Blocks(block=Rewrites)
+    zshard.wrap(model, strategy=strategy, precision=split if dtypes == "split" else None)
+    values = zshard.state_dict(model, all_ranks=True)
+    model.blocks[1].writes = rank == 0
+    with pytest.raises(zshard.StateError if rank == 0 else zshard.MismatchError):
+        one_step(model, rank, 0)
+    model.blocks[1].writes = False
+    zshard.mark_updated(model)  # a change of all slices, behind which nobody could tell any more
+    with pytest.raises(zshard.MismatchError, match=r"the values of blocks\.1\."):
+        one_step(model, rank, 0)
+    model.load_state_dict(values)
+    one_step(model, rank, 0)
+    after = zshard.state_dict(model, all_ranks=True)
+    assert all(torch.equal(value, after[name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("dtypes", ["fp32", "split"])
+@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+def test_a_master_that_one_rank_has_written_is_refused_on_every_rank(
+    strategy: str, dtypes: str
+) -> None:
+    run_ranks(written_on_one_rank, 2, strategy, dtypes)
+
+
 class Keeps(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = [self.up.weight]

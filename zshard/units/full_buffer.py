@@ -194,6 +194,11 @@ class FullBuffer:
             ]
             for leaf, segment in moved:
                 leaf.data = segment.view_of(self.base)
+        flat = self._flat
+        if self.written and flat.resident is not None and not flat.master.has_copy:
+            # The master itself was written: ranks that have not done alike are torn.
+            for index, segment in enumerate(flat.layout.segments):
+                flat.schedule.updates.note_value(flat, index, segment.view_of(self.base))
         return bool(moved) or self.written
 
 
