@@ -51,7 +51,7 @@ class FullBuffer:
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.leaves: list[Parameter] = []
-        self._marked = 1  # the version counter of `base` as we last set it
+        self._marked = 1  # the version counter of `base` as we last set it; odd: no values
         self._watched: set[int] = set()  # leaves that call at their gradient
         self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
 
