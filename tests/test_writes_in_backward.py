@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, Blocks
+from models import WIDTH, Block, Blocks
 from ranks import run_ranks
 from steps import one_step
 from torch import Tensor, nn
@@ -48,8 +48,7 @@ def written_in_backward(rank: int, world_size: int, strategy: str, at: int) -> N
     zshard.wrap(model, strategy=strategy, precision=zshard.Precision.bf16())
     values = zshard.state_dict(model, all_ranks=True)
     losses = []
-    # Where whole parameters stay, the change does, until values are loaded.
-    for writes in (False, True, False, True) if strategy == "zero3" else (False, True):
+    for writes in (False, True, False, True):
         model.blocks[at].writes = writes
         if not writes:
             losses.append(one_step(model, rank, 0))
@@ -122,6 +121,88 @@ def test_a_master_that_one_rank_has_written_is_refused_on_every_rank(
     run_ranks(written_on_one_rank, 2, strategy, dtypes)
 
 
+def written_in_whole_parameters(rank: int, world_size: int, strategy: str, by_all: bool) -> None:
+    torch.manual_seed(0)
+    model = Blocks(block=Rewrites)
+    zshard.wrap(model, strategy=strategy, precision=zshard.Precision.bf16())
+    values = zshard.state_dict(model, all_ranks=True)
+    before = one_step(model, rank, 0)
+    writes = by_all or rank == 0
+    for _ in range(2):
+        model.blocks[1].writes = writes
+        with pytest.raises(zshard.StateError if writes else zshard.MismatchError):
+            one_step(model, rank, 0)
+        model.blocks[1].writes = False
+        assert torch.equal(one_step(model, rank, 0), before)
+    after = zshard.state_dict(model, all_ranks=True)
+    assert all(torch.equal(value, after[name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_what_was_written_to_whole_parameters_does_not_stay(strategy: str, by_all: bool) -> None:
+    run_ranks(written_in_whole_parameters, 2, strategy, by_all)
+
+
+def written_in_the_master(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks(block=Rewrites), strategy=strategy)
+    values = zshard.state_dict(model, all_ranks=True)
+    model.blocks[1].writes = True
+    with pytest.raises(zshard.StateError, match=r"backward or forward changed one of blocks\.1"):
+        one_step(model, rank, 0)
+    model.blocks[1].writes = False
+    one_step(model, rank, 0)
+    after = zshard.state_dict(model, all_ranks=True)
+    for name, value in values.items():
+        written = name in ("blocks.1.up.weight", "blocks.1.down.weight")
+        assert torch.equal(value + 1 if written else value, after[name])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+def test_what_all_ranks_have_written_alike_in_the_master_stays(strategy: str) -> None:
+    run_ranks(written_in_the_master, 2, strategy)
+
+
+class Catches(Blocks):
+    """One that goes on without its second block, where that is refused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.inlet(x))
+        try:
+            x = self.blocks[1](x)
+        except zshard.StateError:
+            assert self.blocks[1].writes
+        return self.outlet(self.blocks[2](x))
+
+
+def refused_unit(rank: int, world_size: int, strategy: str, alone: bool) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(
+        Catches(block=Rewrites), strategy=strategy, precision=zshard.Precision.bf16()
+    )
+    values = zshard.state_dict(model, all_ranks=True)
+    before = one_step(model, rank, 0)
+    model.blocks[1].writes = True
+    if alone:
+        x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+        with pytest.raises(zshard.StateError, match="backward or forward changed one of blocks"):
+            model.blocks[1](x)
+    else:
+        one_step(model, rank, 0)
+    model.blocks[1].writes = False
+    after = zshard.state_dict(model, all_ranks=True)  # the modules hold the sharded parameters
+    assert all(torch.equal(value, after[name]) for name, value in values.items())
+    assert torch.equal(one_step(model, rank, 0), before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_a_refused_unit_is_in_use_no_more(strategy: str, alone: bool, world_size: int) -> None:
+    run_ranks(refused_unit, world_size, strategy, alone)
+
+
 class Keeps(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = [self.up.weight]
@@ -150,14 +231,16 @@ def test_one_that_was_kept_is_guarded_while_a_backward_may_read_it(through_data:
 
 
 class RewritesRoot(Blocks):
-    raises = False
+    writes = raises = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.raises:
+        if self.writes or self.raises:
             with torch.no_grad():
                 self.inlet.weight.add_(1)
+        out = super().forward(x)
+        if self.raises:
             raise ArithmeticError
-        return super().forward(x)
+        return out
 
 
 def test_what_one_rank_has_written_before_an_exception_does_not_stay() -> None:
@@ -168,6 +251,24 @@ def test_what_one_rank_has_written_before_an_exception_does_not_stay() -> None:
         one_step(model, 0, 0)
     model.raises = False
     assert torch.equal(one_step(model, 0, 0), before)
+
+
+def written_alike_but_refused_in_two_ways(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(RewritesRoot(), strategy=strategy)
+    one_step(model, rank, 0)
+    model.writes, model.raises = True, rank == 1
+    with pytest.raises(ArithmeticError if rank == 1 else zshard.StateError):
+        one_step(model, rank, 0)
+    model.writes = model.raises = False
+    one_step(model, rank, 0)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+def test_a_master_that_all_have_written_alike_is_not_torn_by_another_exception(
+    strategy: str,
+) -> None:
+    run_ranks(written_alike_but_refused_in_two_ways, 2, strategy)
 
 
 def write_in_backward(model: nn.Module, at: tuple[int, ...]) -> Tensor:
@@ -202,3 +303,26 @@ def test_what_a_backward_of_something_else_wrote_is_no_silent_loss() -> None:
     with pytest.raises(zshard.StateError, match=r"backward or forward changed one of blocks\.1"):
         one_step(model, 0, 0)
     assert torch.equal(one_step(model, 0, 0), before)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_what_a_hook_wrote_to_a_unit_that_was_gathered_ahead_is_no_silent_loss(
+    mixed: bool,
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))  # the first saves no weight
+    precision = zshard.Precision.bf16() if mixed else None
+    zshard.wrap(model, units=[nn.Linear], precision=precision)
+    kept: list[Tensor] = []
+    handle = model[0].register_forward_hook(lambda module, *_: kept.append(module.weight))
+    one_step(model, 0, 0)
+    handle.remove()
+    out = model(torch.ones(4, 3))
+
+    def hook(grad: Tensor) -> None:  # behind that which gathers both
+        with torch.no_grad():
+            kept[0].add_(1)
+
+    out.register_hook(hook)
+    with pytest.raises(zshard.StateError, match=r"backward or forward changed one of 0\.weight"):
+        out.sum().backward()
+    one_step(model, 0, 0)

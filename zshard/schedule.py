@@ -125,7 +125,7 @@ class Schedule:
         """Start gathering updated shards of units that stay whole, in the next forward's order."""
         in_order = dict.fromkeys((self.root, *self.forward.order, *self.units))
         resident = [unit for unit in in_order if unit.strategy.resident]
-        due = [u for u in resident if u.outdated or u.state is State.SHARDED]
+        due = [u for u in resident if u.outdated]
         if not due:
             return
         if self.backward.raised:
@@ -161,11 +161,9 @@ class Schedule:
         self.backward.abandon(ending)
         self.reducer.abandon()
         self.agreement.abandon()
-        self.executor.release_all()
         for unit in self.units:
+            self.executor.drop(unit)
             unit.give_slot_back()  # if the exception came as it was about to be gathered
-            for flat in unit.flats if unit.state is State.SHARDED else ():
-                flat.full.forget_writes()  # the exception may have been for one of them
         self.executor.enter_state(TrainingState.IDLE)
 
     # --- what may be called now ------------------------------------------------------------------

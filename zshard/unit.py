@@ -5,7 +5,8 @@ A state says what is in memory. SHARDED: this rank's shard of master, optimizer 
 buffer, and nothing else. GATHERING: also a slot, which an all-gather is writing. GATHERED: also
 the whole parameters in the slot; while the unit computes, its modules hold views of them.
 Where the strategy keeps whole parameters, they take no slot: SHARDED then says that they are out
-of date but for this rank's shard, and ``Schedule.renew`` is what leads there, after an update.
+of date but for this rank's shard, and ``Schedule.renew`` is what leads there, after an update; or
+``Schedule.reset``, on ranks that have written to them.
 ``Unit._enter`` is the only function that changes a state, and refuses what the table does not list.
 """
 
@@ -26,6 +27,7 @@ from .transports.handle import Handle
 from .unitmap import UnitSpec
 from .units.flat import Flat
 from .units.forward_io import ForwardIO, lying_in
+from .units.full_buffer import refuse_written
 from .units.param_site import ParamSite
 from .units.pool import Pool, Slot
 
@@ -83,7 +85,7 @@ class Unit:
         self._installed = False  # whether the modules hold the whole parameters
         self._gathers: list[Handle] = []
         self._last_gather = Tag(0, "gather", self.label)
-        self._gathered_versions: list[int] = []  # of the flats, as they were gathered last
+        self._gathered_versions: list[int] | None = None  # of the flats, as gathered last
         self.full_bytes = sum(aligned(flat.full_bytes) for flat in self.flats)
         # zero3 at N > 1: the full buffer is the pool's, for as long as the unit is gathered.
         self.slot_bytes = self.full_bytes if comm.size > 1 and not strategy.resident else 0
@@ -112,9 +114,12 @@ class Unit:
 
     @property
     def outdated(self) -> bool:
-        """Whether the unit is gathered with values that the master no longer has, or in part."""
-        versions = [flat.version for flat in self.flats]
-        return self.state is not State.SHARDED and self._gathered_versions != versions
+        """Whether the master has other values than the unit was gathered with last, if it was."""
+        return self._gathered_versions != [flat.version for flat in self.flats]
+
+    def forget_gather(self) -> None:
+        """Be outdated: other ranks may not know that this one has gathered the unit."""
+        self._gathered_versions = None
 
     def gather(self, tag: Tag, *, move: bool, evict: Callable[[Unit], None]) -> None:
         """SHARDED -> GATHERING: take a slot and start the all-gathers into it.
@@ -126,7 +131,7 @@ class Unit:
         self._last_gather = tag
         if self.slot_bytes > 0:
             self._acquire_slot(move, evict)
-        self._gathered_versions = []  # an exception may leave some of them unstarted
+        self.forget_gather()  # an exception may leave some of them unstarted
         self._enter(State.GATHERING)
         for flat in self.flats:
             flat.refresh_send()
@@ -210,14 +215,7 @@ class Unit:
         """
         written = [flat for flat in self.flats if flat.full.note_writes()]
         if written:
-            raise StateError(
-                f"unit {self.label!r}: backward or forward changed one of "
-                f"{', '.join(written[0].names)} in place, which would be lost. Change parameters "
-                "between steps, on the sharded parameters (elementwise) or inside "
-                "zshard.full_params(model, write=True); those that a first batch initialises "
-                "(ActNorm), by a forward before wrap. Leave whole, by ignored=, what every "
-                "forward updates (a codebook's averages)."
-            )
+            refuse_written(self.label, written[0].names)
 
     def reshard(self) -> None:
         """GATHERED or GATHERING -> SHARDED: give the slot back."""

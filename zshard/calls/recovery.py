@@ -58,6 +58,7 @@ def recover(schedule: Schedule) -> None:
         each.backward.forget()
         for unit in each.units:
             each.executor.reshard(unit)
+            unit.forget_gather()
             unit.give_slot_back()  # if the exception came as it was about to be gathered
     arenas = [cast(PeerRanks, each.comm.shards).arena for each in models]
     mine = [(each.agreement.number, (each.updates.tallies(), each.unusable)) for each in models]

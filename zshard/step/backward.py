@@ -214,9 +214,8 @@ class Backward:
         self._executor.resume_backward()
 
     def _release(self, unit: Unit) -> None:
-        """Free ``unit``, if nobody has written to its parameters: a graph's node may have."""
-        if any(flat.full.written for flat in unit.flats):
-            unit.check_unwritten()
+        """Free ``unit``, if nobody has written to its parameters."""
+        self._executor.check_unwritten(unit)
         self._executor.release(unit)
 
     def _close(self) -> None:

@@ -88,7 +88,13 @@ class Executor:
         """Wait for the gather under way, if there is one."""
         if unit.state is State.GATHERING:
             with self.doing("wait", unit):
+                self.check_unwritten(unit)  # on one rank, where the values stay
                 unit.wait()
+
+    def check_unwritten(self, unit: Unit) -> None:
+        """As ``unit.check_unwritten``, for little where nobody has: a graph's node may have."""
+        if any(flat.full.written for flat in unit.flats):
+            unit.check_unwritten()
 
     def reduce(self, unit: Unit) -> None:
         """Reduce the gradients that are there."""
@@ -113,6 +119,17 @@ class Executor:
         """End every unit's use."""
         for unit in self._units:
             self.release(unit)
+
+    def drop(self, unit: Unit) -> None:
+        """End a unit's use after an exception, which may have been for a write to it.
+
+        Also where the strategy keeps whole parameters, the next use begins with the master's.
+        """
+        if any([flat.full.note_writes() for flat in unit.flats]):
+            self.reshard(unit)
+        self.release(unit)
+        for flat in unit.flats if unit.state is State.SHARDED else ():
+            flat.full.forget_writes()
 
     def reshard(self, unit: Unit) -> None:
         """Free the whole parameters, if they are there."""

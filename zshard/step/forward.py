@@ -257,7 +257,12 @@ class ForwardHooks:
         if unit.state is not State.GATHERED:
             return None
         self._executor.leave(unit)
-        output = unit.hand_out(args, output)
+        try:
+            output = unit.hand_out(args, output)
+        except BaseException:  # which the model may catch: the use has ended
+            if self._executor.state is not TrainingState.BACKWARD:
+                self._executor.drop(unit)
+            raise
         watched = self._watch(unit, output)
         if self._executor.state is TrainingState.BACKWARD:
             self._backward.recomputed(unit)  # whose own backward follows soon, so it stays

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch._C import _will_engine_execute_node
@@ -22,6 +22,7 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
+from ..errors import StateError
 from ..param import Sharded, share_attributes
 from .leaf import (
     DeadLeaf,
@@ -52,6 +53,7 @@ class FullBuffer:
         self.recv: torch.Tensor | None = None
         self.leaves: list[Parameter] = []
         self._marked = 1  # the version counter of `base` as we last set it; odd: no values
+        self._noted = 1  # what it was as writes were noted last, or `_marked`
         self._watched: set[int] = set()  # leaves that call at their gradient
         self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
 
@@ -147,8 +149,8 @@ class FullBuffer:
         """
         if self.base is not None:
             if self._is_valid and self.written and self._flat.master.has_copy:
-                self._flat.master.stale = True  # on one rank it was written: to be cast anew
-            self._marked = 2 * self._flat.version + (not valid)
+                self._flat.master.stale = True  # it may have been written: to be cast anew
+            self._marked = self._noted = 2 * self._flat.version + (not valid)
             _unsafe_set_version_counter((self.base,), (self._marked,))
             set_kind(self.leaves, LiveLeaf if valid else DeadLeaf)
 
@@ -195,11 +197,24 @@ class FullBuffer:
             for leaf, segment in moved:
                 leaf.data = segment.view_of(self.base)
         flat = self._flat
-        if self.written and flat.resident is not None and not flat.master.has_copy:
+        unnoted = self.base._version != self._noted
+        if unnoted and flat.resident is not None and not flat.master.has_copy:
             # The master itself was written: ranks that have not done alike are torn.
+            self._noted = self.base._version
             for index, segment in enumerate(flat.layout.segments):
                 flat.schedule.updates.note_value(flat, index, segment.view_of(self.base))
         return bool(moved) or self.written
+
+
+def refuse_written(unit: str, names: Sequence[str]) -> NoReturn:
+    """Refuse what was written to a parameter of ``unit``, one of ``names``, while it was whole."""
+    raise StateError(
+        f"unit {unit!r}: backward or forward changed one of {', '.join(names)} in place, which "
+        "would be lost. Change parameters between steps, on the sharded parameters (elementwise) "
+        "or inside zshard.full_params(model, write=True); those that a first batch initialises "
+        "(ActNorm), by a forward before wrap. Leave whole, by ignored=, what every forward updates "
+        "(a codebook's averages)."
+    )
 
 
 def _alias(memory: torch.Tensor) -> torch.Tensor:
