@@ -93,6 +93,57 @@ def test_what_was_frozen_at_wrap_is_refused_too_once_it_is_trained() -> None:
         of_a_scalar(model)
 
 
+def into_them_alone(model: nn.Module, loss: torch.Tensor) -> None:
+    loss.backward(inputs=list(model.net.parameters()))
+
+
+def into_one_among_others(model: nn.Module, loss: torch.Tensor) -> None:
+    torch.autograd.backward(loss, inputs=(loss, model.net.weight))
+
+
+def of_them_or_none(model: nn.Module, loss: torch.Tensor) -> None:
+    torch.autograd.grad(loss, list(model.net.parameters()), allow_unused=True)
+
+
+def of_them_or_zeros(model: nn.Module, loss: torch.Tensor) -> None:
+    torch.autograd.grad(loss, model.net.weight, materialize_grads=True)
+
+
+INPUTS = [into_them_alone, into_one_among_others, of_them_or_none, of_them_or_zeros]
+
+
+def as_inputs(
+    rank: int, world_size: int, strategy: str, backward: Callable[[nn.Module, torch.Tensor], None]
+) -> None:
+    model = actor(strategy)
+    loss = model(torch.ones(3, 4)).sum()
+    with pytest.raises(zshard.StateError, match=r"net\.weight: no graph leads to the sharded"):
+        backward(model, loss)
+    loss.backward()  # the graph is as it was
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("backward", INPUTS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "zero3"), (2, "zero3"), (2, "ddp")])
+def test_gradients_asked_for_of_sharded_parameters_are_refused_and_no_silent_none(
+    world_size: int, strategy: str, backward: Callable[[nn.Module, torch.Tensor], None]
+) -> None:
+    run_ranks(as_inputs, world_size, strategy, backward)
+
+
+def test_a_sharded_parameter_does_not_hide_that_another_tensor_refuses() -> None:
+    model = actor()
+    kept: list[torch.Tensor] = []
+    model.register_forward_hook(lambda *_: kept.append(model.net.weight))
+    model(torch.ones(3, 4)).sum().backward()
+    for made in (lambda: model.net.weight * kept[0], lambda: kept[0] * model.net.weight):
+        with (
+            torch.no_grad(),
+            pytest.raises(zshard.ShardedAccessError, match="was kept from inside"),
+        ):
+            made()
+
+
 def penalty(model: nn.Module) -> torch.Tensor:
     return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
 

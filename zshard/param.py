@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from .units.flat import Flat
 
+_as_they_are = torch._C.DisableTorchFunctionSubclass
+_grad, _backward = torch.autograd.grad, torch.autograd.backward
+
 
 class Sharded(torch.Tensor):
     """A tensor of a parameter's global shape of which this rank holds a slice.
@@ -42,9 +45,6 @@ class Sharded(torch.Tensor):
     _flat: Flat
     _segment: int
     _is_param: bool  # what isinstance(x, torch.nn.Parameter) looks at
-
-    # A subclass that keeps torch's functions as they are: only __torch_dispatch__ intervenes.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -249,6 +249,18 @@ class Sharded(torch.Tensor):
         return box_at(self, index)
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """torch's functions as they are, but for gradients that would be None without an error."""
+        if not all(issubclass(each, Sharded) or each is torch.Tensor for each in types):
+            return NotImplemented  # a dead leaf, say, which refuses
+        if func is _grad or func is _backward:
+            _refuse_as_inputs(args[1] if func is _grad else kwargs["inputs"])
+        with _as_they_are():
+            return func(*args, **kwargs) if kwargs else func(*args)
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
@@ -263,6 +275,18 @@ def _refuse_gradient(flat: ref[Flat], segment: int, grad: torch.Tensor) -> NoRet
         "has used the sharded parameter, whose gradient would be lost. Use it in a forward, or in "
         "a method that zshard.method(model, name) has gather."
     )
+
+
+def _refuse_as_inputs(inputs: Sequence[object] | None) -> None:
+    """Raise if a parameter is among ``inputs``, of which gradients are wanted."""
+    for each in inputs or ():
+        if isinstance(each, Sharded) and each._is_param:
+            raise StateError(
+                f"{each.fqn}: no graph leads to the sharded parameter, because units compute with "
+                "whole ones; so torch.autograd.grad and backward(inputs=...) would find no "
+                "gradient of it. Call loss.backward() and read .grad or zshard.full_grad(model, "
+                "name). Freeze (requires_grad_(False)) before the forward what is to have none."
+            )
 
 
 def _needs_memory(name: str) -> Callable[..., NoReturn]:
@@ -322,29 +346,3 @@ class LostGrad(Sharded):
             f"{self.fqn}: this gradient was dropped while zshard.no_sync held it back, and was "
             "never reduced"
         )
-
-
-_OWN = ("_local", "_flat", "_segment", "_is_param")
-
-
-def reserved_attributes(param: torch.Tensor) -> list[str]:
-    """Names of attributes of a plain parameter that would be hidden by those of a sharded one."""
-    return sorted(vars(param).keys() & {*vars(Sharded), *_OWN} - {"__dict__"})
-
-
-def user_attributes(param: torch.Tensor) -> dict[str, object]:
-    """What user code has set on a parameter."""
-    return {name: value for name, value in param.__dict__.items() if name not in _OWN}
-
-
-def share_attributes(of: torch.Tensor, to: torch.Tensor) -> None:
-    """Have ``to`` bear what user code has set on ``of``, and nothing else.
-
-    One of them is a ``Sharded``, the other a plain tensor; both are the same parameter.
-    """
-    if len(of.__dict__) + len(to.__dict__) == len(_OWN):
-        return  # as most have none
-    given = user_attributes(of)
-    for name in user_attributes(to).keys() - given:
-        del to.__dict__[name]
-    to.__dict__.update(given)

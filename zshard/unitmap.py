@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
+from .attributes import reserved_attributes
 from .errors import InputError, WrapError
-from .param import reserved_attributes
 from .precision import Dtypes, Precision
 
 Units = (

@@ -70,7 +70,7 @@ def clip_grad_norm_(
         schedule, params = _of_one_model(listed)
     else:
         return torch.tensor(0.0)
-    wide = any(param.dtype == torch.float64 for param in params)
+    wide = any(param.flat.dtypes.param == torch.float64 for param in params)
     dtype = torch.float64 if wide else torch.float32
     limit = _limit(max_norm, dtype)
     norm_type = _positive(norm_type)

@@ -12,10 +12,11 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
+from ..attributes import share_attributes, user_attributes
 from ..digest import digest
 from ..errors import InputError, MismatchError, StateError
 from ..optimizers.stand_ins import put_in, refuse_lost_gradients, take_out
-from ..param import Sharded, share_attributes, user_attributes
+from ..param import Sharded
 from ..schedule import Schedule
 from ..sharded.slices import own_slice
 from ..tag import Tag

@@ -22,8 +22,9 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
+from ..attributes import share_attributes
 from ..errors import StateError
-from ..param import Sharded, share_attributes
+from ..param import Sharded
 from .leaf import (
     DeadLeaf,
     LiveLeaf,

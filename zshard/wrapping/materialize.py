@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..attributes import user_attributes
 from ..comm import Comm
 from ..errors import InputError, WrapError
-from ..param import user_attributes
 from ..step.module_buffers import persistent_buffers
 from ..tag import Tag
 from ..transports.mesh import groups_of
