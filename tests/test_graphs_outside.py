@@ -97,6 +97,10 @@ def into_them_alone(model: nn.Module, loss: torch.Tensor) -> None:
     loss.backward(inputs=list(model.net.parameters()))
 
 
+def into_one(model: nn.Module, loss: torch.Tensor) -> None:
+    loss.backward(inputs=model.net.weight)  # torch 2.11 hands it on without a tuple around it
+
+
 def into_one_among_others(model: nn.Module, loss: torch.Tensor) -> None:
     torch.autograd.backward(loss, inputs=(loss, model.net.weight))
 
@@ -109,7 +113,13 @@ def of_them_or_zeros(model: nn.Module, loss: torch.Tensor) -> None:
     torch.autograd.grad(loss, model.net.weight, materialize_grads=True)
 
 
-INPUTS = [into_them_alone, into_one_among_others, of_them_or_none, of_them_or_zeros]
+INPUTS = [
+    into_them_alone,
+    into_one,
+    into_one_among_others,
+    of_them_or_none,
+    of_them_or_zeros,
+]
 
 
 def as_inputs(

@@ -277,9 +277,9 @@ def _refuse_gradient(flat: ref[Flat], segment: int, grad: torch.Tensor) -> NoRet
     )
 
 
-def _refuse_as_inputs(inputs: Sequence[object] | None) -> None:
+def _refuse_as_inputs(inputs: torch.Tensor | Sequence[object] | None) -> None:
     """Raise if a parameter is among ``inputs``, of which gradients are wanted."""
-    for each in inputs or ():
+    for each in (inputs,) if isinstance(inputs, torch.Tensor) else inputs or ():
         if isinstance(each, Sharded) and each._is_param:
             raise StateError(
                 f"{each.fqn}: no graph leads to the sharded parameter, because units compute with "
