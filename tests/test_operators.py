@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -188,3 +189,28 @@ def test_a_number_is_put_where_a_mask_is_true_and_a_mask_of_rows_is_refused() ->
         with torch.no_grad(), pytest.raises(zshard.ShardedAccessError, match="weight"):
             model.weight[no_mask] = 0.0
     assert torch.equal(zshard.full_param(model, "weight"), plain.weight)
+
+
+class Counted(Tensor):
+    """A user's kind of tensor, which is asked before torch computes anything with it."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Counted.asked += all(issubclass(cls, each) for each in types)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_another_kind_of_tensor_beside_a_sharded_one_is_asked_as_beside_a_plain_one() -> None:
+    weight = zshard.wrap(nn.Linear(3, 2)).weight
+    other = torch.ones(2, 3).as_subclass(Counted)
+    Counted.asked = 0
+    for use in (
+        lambda: weight.detach().add_(other),
+        lambda: other * weight,
+        lambda: weight * other,
+    ):
+        with pytest.raises(zshard.ShardedAccessError, match="mixes the sharded 'weight' with"):
+            use()
+    assert Counted.asked >= 3

@@ -250,13 +250,15 @@ class Sharded(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """torch's functions as they are, but for gradients that would be None without an error."""
-        if not all(issubclass(each, Sharded) or each is torch.Tensor for each in types):
-            return NotImplemented  # a dead leaf, say, which refuses
         if func is _grad or func is _backward:
             _refuse_as_inputs(args[1] if func is _grad else kwargs["inputs"])
+        for each in types:
+            if not issubclass(each, Sharded):  # whose say it is, as if this were a plain tensor
+                others = tuple(kind for kind in types if not issubclass(kind, Sharded))
+                return each.__torch_function__(func, others, args, kwargs or {})
         with _as_they_are():
             return func(*args, **kwargs) if kwargs else func(*args)
 
