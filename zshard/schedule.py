@@ -108,6 +108,7 @@ class Schedule:
             self.executor.reshard(unit)
         if unit.state is State.SHARDED or unit in self.agreement.prefetched:
             self.agreement.need(unit)
+            self.executor.await_readers(unit)
         self.executor.wait(unit)
         self._used[unit] = True
         unit.begin_use()

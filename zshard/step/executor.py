@@ -83,6 +83,15 @@ class Executor:
         elif self._comm.size > 1:
             with self._comm.awaited("the gather", unit.label), self.doing("join", unit):
                 unit.join(self._tag("gather", unit))
+        self.await_readers(unit)
+
+    def await_readers(self, unit: Unit) -> None:
+        """Wait until no rank reads what stays here, which a forward may write before it is refused.
+
+        To be called behind gathers in the middle of a pass; behind others the ranks meet.
+        """
+        for flat in unit.flats if unit.strategy.resident else ():
+            unit.before_send_written(flat)
 
     def wait(self, unit: Unit) -> None:
         """Wait for the gather under way, if there is one."""

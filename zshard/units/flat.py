@@ -189,7 +189,12 @@ class Flat(FlatSizes):
                 alias._local = alias.local.clone()
 
     def refresh_send(self) -> None:
-        """Update what is sent, if the master is newer."""
+        """Update what is sent, if the master is newer, or a forward has written there.
+
+        That will be refused, but the other ranks' gather may come before.
+        """
+        if self.resident is not None and self.full.written and self.master.has_copy:
+            self.master.stale = True
         if self.master.stale:
             self.unit.before_send_written(self)
         self.master.refresh()
