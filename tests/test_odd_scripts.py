@@ -314,9 +314,7 @@ def after_a_forward_that_wrote(rank: int, world_size: int, strategy: str, load: 
     with pytest.raises(zshard.StateError, match=r"forward changed one of blocks\.0\.weight"):
         model(INPUT)
     model.blocks[0].clamps = False
-    if strategy != "zero3":
-        with pytest.raises(zshard.StateError, match=r"forward changed one of blocks\.0\.weight"):
-            model(INPUT)
+    model(INPUT)
     if load:
         model.load_state_dict(before)
     else:
