@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Block, Blocks
+from models import Blocks
 from ranks import run_ranks
 from steps import one_step
+from test_writes_in_backward import Rewrites
 from torch import Tensor, nn
 
 import zshard
@@ -29,16 +30,12 @@ class WritesRoot(Blocks):
         return super().forward(x)
 
 
-class WritesAndRaises(Block):
-    writes = False
-
+class WritesAndRaises(Rewrites):
     def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
         if self.writes:
-            with torch.no_grad():
-                self.up.weight.add_(1)
-                self.down.weight.add_(1)
             raise zshard.StateError("refused by itself")
-        return super().forward(x)
+        return out
 
 
 def written_root() -> tuple[nn.Module, nn.Module]:
@@ -55,6 +52,18 @@ MODELS = [written_root, written_block]
 TURNS = [((0,), (1,)), ((0,), (0, 1), (1,))]  # who writes, step by step
 
 
+def read_late() -> None:
+    """Have this rank read late what others may go on to write meanwhile."""
+    finish_gathers = Unit._finish_gathers
+
+    def late(unit: Unit) -> None:
+        if unit._gathers:
+            time.sleep(0.1)
+        finish_gathers(unit)
+
+    Unit._finish_gathers = late  # type: ignore[method-assign]
+
+
 def by_turns(
     rank: int,
     world_size: int,
@@ -66,15 +75,8 @@ def by_turns(
     model, writer = make()
     zshard.wrap(model, strategy="zero2", precision=zshard.Precision.bf16(), comm=comm)
     before = one_step(model, rank, 0)
-    finish_gathers = Unit._finish_gathers
-
-    def late(unit: Unit) -> None:
-        if unit._gathers:
-            time.sleep(0.1)
-        finish_gathers(unit)
-
-    if rank == 0:  # others may go on, and write what it is about to read
-        Unit._finish_gathers = late  # type: ignore[method-assign]
+    if rank == 0:
+        read_late()
     for writers in turns:
         writer.writes = rank in writers
         with pytest.raises(zshard.StateError if rank in writers else zshard.MismatchError):
@@ -92,3 +94,26 @@ def test_what_another_rank_has_written_by_mistake_is_gathered_by_none(
     comm: str,
 ) -> None:
     run_ranks(by_turns, 2, make, turns, comm)
+
+
+def written_where_it_joined(rank: int, world_size: int, comm: str) -> None:
+    torch.manual_seed(0)
+    model = Blocks(block=WritesAndRaises)
+    zshard.wrap(model, strategy="zero2", precision=zshard.Precision.bf16(), comm=comm)
+    before = one_step(model, rank, 0)
+    if rank == 1:
+        read_late()
+    # Each writes another block; then each gathers its own, and rank 0 goes on to the other's.
+    for written in ((0, 1), (1, None)):
+        for index, block in enumerate(model.blocks):
+            block.writes = index == written[rank]
+        with pytest.raises((zshard.StateError, zshard.MismatchError)):
+            one_step(model, rank, 0)
+        for block in model.blocks:
+            block.writes = False
+    assert torch.equal(one_step(model, rank, 0), before)
+
+
+@pytest.mark.parametrize("comm", ["peer", "group"])
+def test_nor_what_it_writes_behind_a_gather_that_it_has_only_joined(comm: str) -> None:
+    run_ranks(written_where_it_joined, 2, comm)
