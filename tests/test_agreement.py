@@ -199,6 +199,33 @@ def test_ranks_that_do_different_things_are_all_told_what_and_can_go_on(
         assert seen in message
 
 
+def evaluated_on_one(rank: int, world_size: int, strategy: str, evaluates: bool) -> list[Tensor]:
+    """Losses of steps, between which rank 0 alone evaluates, once where it is refused."""
+    model = build(strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
+    losses, belongs = [], "alone belongs inside `with zshard.full_params"
+    for index in range(4):
+        losses.append(one_step(model, rank, index))
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluates and index == 1:
+            with pytest.raises(zshard.MismatchError, match=belongs), torch.no_grad():
+                model(batch(2, 0)) if rank == 0 else zshard.full_param(model, "outlet.weight")
+        elif evaluates:
+            with zshard.full_params(model), torch.no_grad():
+                for other in range(index if rank == 0 else 0):
+                    model(batch(2, other))
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_an_evaluation_on_one_rank_is_told_its_place_and_disturbs_nothing(strategy: str) -> None:
+    undisturbed = run_ranks(evaluated_on_one, 2, strategy, False)
+    evaluated = run_ranks(evaluated_on_one, 2, strategy, True)
+    for losses, expected in zip(evaluated, undisturbed, strict=True):
+        assert torch.equal(torch.stack(losses), torch.stack(expected))
+
+
 class Planted(Exception):
     pass
 

@@ -48,6 +48,11 @@ _SAME_ABOUT = frozenset((Intent.CALL, Intent.ALONE, Intent.METHOD))
 _NEEDS = frozenset((Intent.GATHER, Intent.READY))
 _OF_A_STEP = _FORWARDS | {Intent.BACKWARD, Intent.HOLD, Intent.RENEW}
 
+_EVALUATION = (
+    " What some ranks evaluate alone belongs inside `with zshard.full_params(model), "
+    "torch.no_grad():`, which all ranks enter."
+)
+
 
 def checksum(text: str) -> int:
     """What a message carries of ``text``."""
@@ -248,7 +253,7 @@ def tell(comm: Comm, label: str) -> str:
     return "; ".join(f"{comm.name(rank)}: {what}" for rank, what in enumerate(everyone))
 
 
-def refuse(comm: Comm, label: str) -> NoReturn:
+def refuse(comm: Comm, label: str, remedy: str = "") -> NoReturn:
     """Say what each rank was about to do; see ``tell``.
 
     Raises:
@@ -258,6 +263,7 @@ def refuse(comm: Comm, label: str) -> NoReturn:
     raise MismatchError(
         f"the ranks are about to do different things: {seen}. Every rank has to run the same "
         "forwards, backwards, steps and calls of zshard, of the same models, in the same order."
+        f"{remedy}"
     )
 
 
@@ -276,7 +282,8 @@ def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequenc
         label = f"{label}, {'inside a' if mine.inside else 'outside any'} forward under way"
     of_a_step = all(message.intent in _OF_A_STEP for message in messages if not message.left)
     if not (mine.left and of_a_step) or all(message.left for message in messages):
-        refuse(comm, label)
+        forwards = any(message.intent.is_forward for message in messages)
+        refuse(comm, label, _EVALUATION if forwards else "")
     tell(comm, f"{label}, after one that raised an exception")
 
 
