@@ -113,10 +113,16 @@ class Updates:
             self.note(f"{what} (by checksum)", checksum, of_gradients=of_gradients)
 
     def note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
-        """Note that parameter ``index`` of ``flat`` got its part of ``whole``."""
+        """Note that parameter ``index`` of ``flat`` got its part of ``whole``.
+
+        Of what it got before nothing is left: ranks that load what one of them has lost are alike.
+        """
         if self._comm.world_size > 1:
             seen = digest(whole.to(flat.dtypes.master))
-            self.note(f"the values of {flat.names[index]} (by checksum)", seen)
+            what = f"the values of {flat.names[index]} (by checksum)"
+            if what in self._noted:
+                self._checksum -= zlib.crc32(f"{what}: {self._noted[what]}".encode())
+            self.note(what, seen)
 
     def note_gradient(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """As ``note_value``, of its gradient."""

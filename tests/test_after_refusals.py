@@ -1,0 +1,53 @@
+"""What comes straight after a refused step: values are loaded, other calls made, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Blocks
+from ranks import run_ranks
+from steps import one_step
+from test_writes_in_backward import Rewrites
+
+import zshard
+
+
+def loaded_at_once(rank: int, world_size: int, strategy: str, dtypes: str) -> None:
+    torch.manual_seed(0)
+    split = zshard.Precision.bf16(master="split") if dtypes == "split" else None
+    model = zshard.wrap(Blocks(block=Rewrites), strategy=strategy, precision=split)
+    values = zshard.state_dict(model, all_ranks=True)
+    before = one_step(model, rank, 0)
+    for writer in (0, 1):
+        model.blocks[1].writes = rank == writer
+        with pytest.raises(zshard.StateError if rank == writer else zshard.MismatchError):
+            one_step(model, rank, 0)
+        model.blocks[1].writes = False
+        model.load_state_dict(values)
+        assert torch.equal(one_step(model, rank, 0), before)
+    after = zshard.state_dict(model, all_ranks=True)
+    assert all(torch.equal(value, after[name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("dtypes", ["fp32", "split"])
+@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+def test_a_master_that_one_rank_has_written_is_mended_by_a_load(strategy: str, dtypes: str) -> None:
+    run_ranks(loaded_at_once, 2, strategy, dtypes)
+
+
+def mended_in_part(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks(block=Rewrites), strategy="ddp")
+    values = zshard.state_dict(model, all_ranks=True)
+    model.blocks[1].writes = rank == 0
+    with pytest.raises(zshard.StateError if rank == 0 else zshard.MismatchError):
+        one_step(model, rank, 0)
+    model.blocks[1].writes = False
+    name = "blocks.1.down.weight"
+    model.load_state_dict({name: values[name]}, strict=False)
+    with pytest.raises(zshard.MismatchError, match=r"the values of blocks\.1\."):
+        one_step(model, rank, 0)
+
+
+def test_a_load_of_some_of_what_was_written_mends_nothing_else() -> None:
+    run_ranks(mended_in_part, 2)
