@@ -6,8 +6,9 @@ import pytest
 import torch
 from models import Blocks
 from ranks import run_ranks
-from steps import one_step
+from steps import batch, one_step
 from test_writes_in_backward import Rewrites
+from torch import Tensor
 
 import zshard
 
@@ -51,3 +52,39 @@ def mended_in_part(rank: int, world_size: int) -> None:
 
 def test_a_load_of_some_of_what_was_written_mends_nothing_else() -> None:
     run_ranks(mended_in_part, 2)
+
+
+class Twice(Blocks):
+    """One with a method that calls the model, and that raises before."""
+
+    raises = False
+
+    def twice(self, x: Tensor) -> Tensor:
+        first = self.outlet(self.inlet(x))
+        if self.raises:
+            raise ArithmeticError
+        return first + self(x)
+
+
+def changed_after_a_method(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(Twice(), strategy=strategy)
+    zshard.method(model, "twice")
+    for step in range(3):
+        model.twice(batch(rank, step)).sum().backward()
+    before = one_step(model, rank, 0)
+    values = zshard.state_dict(model, all_ranks=True)
+    model.raises = rank == 0
+    with pytest.raises(ArithmeticError if rank == 0 else zshard.MismatchError):
+        model.twice(batch(rank, 0)).sum().backward()
+    model.raises = False
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0)
+    model.load_state_dict(values)
+    assert torch.equal(one_step(model, rank, 0), before)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_ranks_change_parameters_alike_after_an_exception_in_a_method(strategy: str) -> None:
+    run_ranks(changed_after_a_method, 2, strategy)

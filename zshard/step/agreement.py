@@ -113,7 +113,7 @@ class Agreement:
         """End a pass: take part in what is left of the program, and meet where that is due."""
         if self._pass.paused:  # by another model's backward, if that has raised
             self.before_meeting()
-        if not self._pass.paused:  # else it was left by an exception where it had ended already
+        if not (self._pass.paused or self._pass.ended):  # as an exception may have left it
             self._finish_part()
         if not self._cut:  # else a forward is under way around it
             self._meetings.leave_forward(self)

@@ -92,6 +92,7 @@ class Pass:
         aborted: whether this rank has left it by an exception.
         interrupted: whether another model's backward has begun inside of it, a backward.
         paused: whether another model's pass is under way inside of it, a forward.
+        ended: whether this rank has nothing more to do with it.
         cuts: how many were before; needed_before: what this rank has needed before the last.
     """
 
@@ -110,6 +111,7 @@ class Pass:
     aborted: bool = False
     interrupted: bool = False
     paused: bool = False
+    ended: bool = False
     cuts: int = 0
     needed_before: list[Turn] = field(default_factory=list)
     _at: int = 0  # the next turn of the program
@@ -185,6 +187,7 @@ class Pass:
     def end(self) -> None:
         """Leave nothing to reduce, and no meeting to come."""
         self.reduces = self.meets_at_end = False
+        self.ended = True
 
     def abandon(self) -> None:
         """Leave out the rest."""
