@@ -8,7 +8,7 @@ from models import Blocks
 from ranks import run_ranks
 from steps import batch, one_step
 from test_writes_in_backward import Rewrites
-from torch import Tensor
+from torch import Tensor, nn
 
 import zshard
 
@@ -88,3 +88,45 @@ def changed_after_a_method(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
 def test_ranks_change_parameters_alike_after_an_exception_in_a_method(strategy: str) -> None:
     run_ranks(changed_after_a_method, 2, strategy)
+
+
+class Interrupted(Blocks):
+    interrupted = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+class Outer(Blocks):
+    """One that calls another wrapped model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.others = [inner]  # which keeps it from becoming a part of this one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](x) + super().forward(x)
+
+
+def interrupted_inside(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    inner = zshard.wrap(Interrupted(), strategy=strategy)
+    outer = zshard.wrap(Outer(inner), strategy=strategy)
+    for _ in range(2):
+        before = one_step(outer, rank, 0)
+    inner.interrupted = rank == 0
+    with pytest.raises(KeyboardInterrupt if rank == 0 else zshard.MismatchError):
+        one_step(outer, rank, 0)
+    inner.interrupted = False
+    if rank == 0:
+        zshard.reset(outer)
+        zshard.reset(inner)
+    zshard.full_param(inner, "inlet.weight")  # of a model that is in no forward, on any rank
+    assert torch.equal(one_step(outer, rank, 0), before)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_a_model_whose_call_inside_another_model_is_refused_is_between_steps(strategy: str) -> None:
+    run_ranks(interrupted_inside, 2, strategy)

@@ -190,7 +190,12 @@ class ForwardHooks:
             self._schedule.reset()
             raise
         if self._executor.state is TrainingState.FORWARD:
-            self._agreement.finish()
+            try:
+                self._agreement.finish()
+            except MismatchError:  # on every rank: of a forward around this one; both are over
+                self._executor.enter_state(TrainingState.IDLE)
+                self._schedule.reset()
+                raise
             gathered = self._executor.gathered_units
             self._backward.forwards.note(self._agreement.needed, gathered, self.order)
             self._executor.enter_state(TrainingState.IDLE)
