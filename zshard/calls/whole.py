@@ -110,7 +110,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         write: take what the context leaves in the parameters as their new values. Every rank has
             to leave the same values, which are compared as it ends; each keeps its own shard of
             them. Elements that are left as they were keep their master, whose fp32 has more bits
-            than a 16-bit parameter. After an exception nothing is taken.
+            than a 16-bit parameter. After an exception nothing is taken. With ``write=False`` what
+            is written into the parameters is dropped as the context ends, without an error.
 
     Raises:
         StateError: inside a forward or backward, or inside another full_params; if a parameter was
