@@ -78,6 +78,11 @@ def test_a_model_that_wrap_refuses_cannot_be_planned(
     ("dtype", "precision", "why"),
     [
         (torch.float32, zshard.Precision(master="split"), "needs bf16 compute"),
+        (
+            torch.float64,
+            zshard.Precision.bf16(master="split", cast_inputs=False),
+            "which stay float64. Convert the model first",
+        ),
         (torch.float64, zshard.Precision.bf16(), "stay float64"),
     ],
 )

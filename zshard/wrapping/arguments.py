@@ -109,6 +109,11 @@ def check_precision(specs: Sequence[UnitSpec], precision: Precision) -> None:
         )
     wanted = precision.master == "split" and bool(dtypes)
     if wanted and not any(precision.resolve(dtype).split for dtype in dtypes):
+        if precision.compute == torch.bfloat16:
+            raise InputError(
+                "Precision(master='split') has nothing to split: all parameters are float64, "
+                "which stay float64. Convert the model first, or pass master='fp32'"
+            )
         raise InputError(
             f"Precision(master='split') needs bf16 compute, and the parameters are {dtypes}: pass "
             "compute=torch.bfloat16"
