@@ -109,3 +109,68 @@ def test_ranks_may_take_different_units_of_models_in_one_backward(
 @pytest.mark.parametrize("comm", ["group", "peer"])
 def test_losses_may_change_from_step_to_step(comm: str) -> None:
     assert run_ranks(jointly, 3, comm, list(LOSSES), "ab") == [[], [], []]
+
+
+class Raises(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+class Raising(Routed):
+    """Raises in the midst of its backward, if it is to."""
+
+    raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[1](Raises.apply(x) if self.raises else x)
+
+
+def raised_jointly(rank: int, world_size: int, then: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses before and after a joint backward that raised, and ``then`` one of b on rank 0."""
+    torch.manual_seed(0)
+    a, b = zshard.wrap(Raising()), zshard.wrap(Raising())
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+
+    def losses() -> list[Tensor]:
+        found = []
+        for model in (a, b):
+            loss = model(x).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            model.zero_grad()
+        return found
+
+    before = losses()
+    b.raises = True
+    with pytest.raises(ArithmeticError):  # behind all of a's backward
+        (b(x) + a(x)).sum().backward()
+    b.zero_grad()
+    b.raises = then == "backward" and rank == 0
+    if b.raises:
+        with pytest.raises(ArithmeticError):
+            b(x).sum().backward()
+    elif rank == 0:
+        b(x)
+        zshard.reset(b)
+    else:
+        with pytest.raises((zshard.StateError, zshard.MismatchError)):
+            b(x).sum().backward()
+            zshard.clip_grad_norm_(b, 1.0)
+    b.raises = False
+    a.zero_grad()
+    b.zero_grad()
+    return before, losses()
+
+
+@pytest.mark.parametrize("then", ["backward", "forward"])
+def test_one_that_raised_on_all_ranks_leaves_no_model_behind(then: str) -> None:
+    for before, after in run_ranks(raised_jointly, 2, then):
+        assert all(map(torch.equal, before, after)), (before, after)

@@ -71,7 +71,6 @@ class Backward:
         self._end: ref[partial[None]] | None = None
         self.forwards, self.recomputation = ForwardLog(), Recomputation()
         self._interrupted = Interrupted(schedule)  # by the backward under way
-        self._alone = True  # whether no other model had its backward meanwhile
         self._agreement.before_meeting = self._bring_others_back
         self._reducer.on_strayed = self._agreement.expect_other_ways
 
@@ -125,7 +124,8 @@ class Backward:
         self._meet(self._about(first, forward))
         self._agreement.go_beside(others)
         self._executor.enter_state(TrainingState.BACKWARD)
-        self._note_models_beside()
+        self._begun.pop(self, None)
+        self._begun[self] = None
         self.forwards.begin_backward()
         self.current = None
         self.recomputation.begin()
@@ -166,14 +166,6 @@ class Backward:
             self._agreement.abort()
             self._agreement.abandon()
             raise
-
-    def _note_models_beside(self) -> None:
-        """Note whether other models are in their backward meanwhile, on both sides."""
-        self._begun.pop(self, None)
-        beside = list(self._begun)
-        for each in (self, *beside):
-            each._alone = not beside
-        self._begun[self] = None
 
     def _finish_at_the_end(self) -> None:
         """Queue ``_finish`` for the end of this backward, if it does not raise."""
@@ -268,10 +260,10 @@ class Backward:
     def _bring_others_back(self) -> None:
         """Reset models whose backward raised, before a meeting: they take part in what is left.
 
-        Where it did not raise, that came first. Of a backward through several models it is not
-        known what came in which order.
+        Where it did not raise, that came first. (Not so of one backward through several models,
+        after which all go on only if it has raised on every rank: then each does this here.)
         """
-        for each in [b for b in self._begun if b is not self and b._alone and b.raised]:
+        for each in [b for b in self._begun if b is not self and b.raised]:
             if not each._schedule.comm.is_over:  # else nobody is there
                 each._schedule.reset()
 
