@@ -152,7 +152,9 @@ def read_header(file: File) -> Header:
     file.read(length, 0)
     count = int.from_bytes(length, "little")
     if count > min(size - _LENGTH_BYTES, _MAX_HEADER):
-        raise CheckpointError(f"{file.path}: no safetensors file (a header of {count} bytes)")
+        is_zip = length.startswith(b"PK\x03\x04")
+        remedy = " (what torch.save wrote, model.load_state_dict(torch.load(...)) takes)"
+        raise CheckpointError(f"{file.path}: no safetensors file{remedy if is_zip else ''}")
     text = bytearray(count)
     file.read(text, _LENGTH_BYTES)
     try:
