@@ -90,6 +90,26 @@ def test_ranks_change_parameters_alike_after_an_exception_in_a_method(strategy: 
     run_ranks(changed_after_a_method, 2, strategy)
 
 
+def evaluated_after_a_method(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(Twice(), strategy=strategy)
+    zshard.method(model, "twice")
+    before = one_step(model, rank, 0)
+    model.zero_grad()
+    model.raises = rank == 0  # in the first call of it, of which nobody knows what it calls
+    with pytest.raises(ArithmeticError if rank == 0 else zshard.MismatchError):
+        model.twice(batch(rank, 0))
+    model.raises = False
+    with torch.no_grad():  # not taken for the forward that the method calls on the other rank
+        model(batch(rank, 1))
+    assert torch.equal(one_step(model, rank, 0), before)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_forward_is_not_taken_for_one_that_a_method_calls_on_another_rank(strategy: str) -> None:
+    run_ranks(evaluated_after_a_method, 2, strategy)
+
+
 class Interrupted(Blocks):
     interrupted = False
 

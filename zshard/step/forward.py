@@ -96,7 +96,8 @@ class ForwardHooks:
         self._root.forward_io.begin()
         if schedule.methods.running:
             schedule.methods.enter_forward()
-            self._agreement.begin(Intent.FORWARD, self._executor.gathered_units, "a forward")
+            label = f"a forward inside {schedule.methods.running}"
+            self._agreement.begin(Intent.CALLED, self._executor.gathered_units, label)
             self._forget_casts()
         elif not inside_backward():
             with schedule.comm.awaited("the beginning of a forward"):

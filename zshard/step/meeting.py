@@ -27,10 +27,11 @@ class Intent(enum.IntEnum):
     CALL = 4  # what a script calls between steps
     ALONE = 5  # a forward of one unit
     METHOD = 6  # the rest of a method that has called the model, or its end
-    GO_ON = 7  # with a forward, inside of which another model's pass has ended
-    END = 8  # of a pass without a program, or of one that ranks have left before
-    GATHER = 9  # from here on: needed now
-    READY = 10
+    CALLED = 7  # a forward that a method has called
+    GO_ON = 8  # with a forward, inside of which another model's pass has ended
+    END = 9  # of a pass without a program, or of one that ranks have left before
+    GATHER = 10  # from here on: needed now
+    READY = 11
 
     @property
     def is_forward(self) -> bool:
@@ -43,7 +44,7 @@ class Intent(enum.IntEnum):
         return self in _SAME_ABOUT
 
 
-_FORWARDS = frozenset((Intent.FORWARD, Intent.ALONE, Intent.METHOD, Intent.GO_ON))
+_FORWARDS = frozenset((Intent.FORWARD, Intent.ALONE, Intent.METHOD, Intent.CALLED, Intent.GO_ON))
 _SAME_ABOUT = frozenset((Intent.CALL, Intent.ALONE, Intent.METHOD))
 _NEEDS = frozenset((Intent.GATHER, Intent.READY))
 _OF_A_STEP = _FORWARDS | {Intent.BACKWARD, Intent.HOLD, Intent.RENEW}
