@@ -85,6 +85,25 @@ def test_other_values_on_one_rank_are_an_error_on_all(
     assert run_ranks(written, 2, write, 0.0, options) == [[], []]
 
 
+def averaged(rank: int, world_size: int, options: dict[str, object]) -> str:
+    """Average three loads, of which rank 1 has another second one; what the next forward says."""
+    model, average = build(**options), build(**options)
+    for index in range(3):
+        load(model, values(index + 0.5 * (rank == index == 1)))
+        with torch.no_grad():
+            for mean, param in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(param, 1 / (index + 1))
+    with pytest.raises(zshard.MismatchError) as caught:
+        one_step(model, rank, 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_load_hides_no_other_one_before_it(strategy: str) -> None:
+    for message in run_ranks(averaged, 2, {"strategy": strategy}):
+        assert "by a value that has been replaced since" in message
+
+
 def one_element(rank: int, world_size: int) -> str:
     model = build()
     one_step(model, rank, 0)

@@ -69,6 +69,7 @@ class Updates:
         # Since the last check, for errors: all, and what was of gradients alone.
         self._noted: dict[str, object] = {}
         self._noted_of_gradients: set[str] = set()
+        self._written: dict[str, int] = {}  # what of the checksum is of ``note_written``, by name
         self._agreed = self._before = NOTHING  # up to the last check and the one before
         self._checks = 0
 
@@ -115,14 +116,21 @@ class Updates:
     def note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """Note that parameter ``index`` of ``flat`` got its part of ``whole``.
 
-        Of what it got before nothing is left: ranks that load what one of them has lost are alike.
+        It replaces what a forward has written there, which nobody could use. What was loaded before
+        counts on: an average may have taken it in.
         """
         if self._comm.world_size > 1:
-            seen = digest(whole.to(flat.dtypes.master))
-            what = f"the values of {flat.names[index]} (by checksum)"
-            if what in self._noted:
-                self._checksum -= zlib.crc32(f"{what}: {self._noted[what]}".encode())
+            what, seen = _value(flat, index, whole)
+            self._checksum -= self._written.pop(what, 0)
             self.note(what, seen)
+
+    def note_written(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
+        """As ``note_value``, of what a forward or backward has written there, to be refused."""
+        if self._comm.world_size > 1:
+            what, seen = _value(flat, index, whole)
+            before = self._checksum
+            self.note(what, seen)
+            self._written[what] = self._written.get(what, 0) + self._checksum - before
 
     def note_gradient(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """As ``note_value``, of its gradient."""
@@ -146,6 +154,7 @@ class Updates:
         self._checks += 1
         self._noted.clear()
         self._noted_of_gradients.clear()
+        self._written.clear()
 
     def forget_gradients(self) -> None:
         """Forget what was noted of gradients alone since the last check: all ranks drop them."""
@@ -241,6 +250,12 @@ def note_states(
             if value.ndim != 1:
                 what = f"{state} of {param.fqn}, loaded into {name},"
                 param.flat.schedule.updates.note_many(what, digest(value))
+
+
+def _value(flat: Flat, index: int, whole: torch.Tensor) -> tuple[str, object]:
+    """What errors call the value ``whole`` of a parameter, and what they show of it."""
+    seen = digest(whole.to(flat.dtypes.master))
+    return f"the values of {flat.names[index]} (by checksum)", seen
 
 
 def _first_difference(noted: Sequence[dict[str, object]], comm: Comm) -> str:

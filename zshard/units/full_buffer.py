@@ -203,7 +203,7 @@ class FullBuffer:
             # The master itself was written: ranks that have not done alike are torn.
             self._noted = self.base._version
             for index, segment in enumerate(flat.layout.segments):
-                flat.schedule.updates.note_value(flat, index, segment.view_of(self.base))
+                flat.schedule.updates.note_written(flat, index, segment.view_of(self.base))
         return bool(moved) or self.written
 
 
