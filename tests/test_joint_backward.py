@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from steps import mean_gradient
+from test_fuzz_exceptions import Bomb, Injected
 from torch import Tensor, nn
 
 import zshard
@@ -111,18 +112,6 @@ def test_losses_may_change_from_step_to_step(comm: str) -> None:
     assert run_ranks(jointly, 3, comm, list(LOSSES), "ab") == [[], [], []]
 
 
-class Raises(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        raise ArithmeticError
-
-
 class Raising(Routed):
     """Raises in the midst of its backward, if it is to."""
 
@@ -130,7 +119,7 @@ class Raising(Routed):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
-        return self.blocks[1](Raises.apply(x) if self.raises else x)
+        return self.blocks[1](Bomb.apply(x) if self.raises else x)
 
 
 def raised_jointly(rank: int, world_size: int, then: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -150,12 +139,12 @@ def raised_jointly(rank: int, world_size: int, then: str) -> tuple[list[Tensor],
 
     before = losses()
     b.raises = True
-    with pytest.raises(ArithmeticError):  # behind all of a's backward
+    with pytest.raises(Injected):  # behind all of a's backward
         (b(x) + a(x)).sum().backward()
     b.zero_grad()
     b.raises = then == "backward" and rank == 0
     if b.raises:
-        with pytest.raises(ArithmeticError):
+        with pytest.raises(Injected):
             b(x).sum().backward()
     elif rank == 0:
         b(x)
