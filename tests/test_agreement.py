@@ -275,7 +275,7 @@ def test_after_an_exception_on_one_rank_all_are_told_and_go_on_as_if_it_had_not_
     assert results[1][1].startswith("Planted")
     if where == "forward":
         said = "rank 0: a backward; rank 1: a forward, after one that raised an exception"
-        assert said in results[0][1]
+        assert said in results[0][1] and "evaluate" not in results[0][1]
     else:
         assert "StateError: on rank 1 a backward of this step" in results[0][1]
 

@@ -124,7 +124,6 @@ class Backward:
         self._meet(self._about(first, forward))
         self._agreement.go_beside(others)
         self._executor.enter_state(TrainingState.BACKWARD)
-        self._begun.pop(self, None)
         self._begun[self] = None
         self.forwards.begin_backward()
         self.current = None

@@ -283,8 +283,9 @@ def refuse_but_who_left(comm: Comm, label: str, mine: Message, messages: Sequenc
         label = f"{label}, {'inside a' if mine.inside else 'outside any'} forward under way"
     of_a_step = all(message.intent in _OF_A_STEP for message in messages if not message.left)
     if not (mine.left and of_a_step) or all(message.left for message in messages):
-        forwards = any(message.intent.is_forward for message in messages)
-        refuse(comm, label, _EVALUATION if forwards else "")
+        nothing_raised = not any(message.left for message in messages)
+        evaluates = nothing_raised and any(message.intent.is_forward for message in messages)
+        refuse(comm, label, _EVALUATION if evaluates else "")
     tell(comm, f"{label}, after one that raised an exception")
 
 
