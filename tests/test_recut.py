@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import run_ranks
+from test_symmetric import Double, take
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -219,3 +220,33 @@ def foreign_states(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["torch", "zshard"])
 def test_states_that_are_cut_for_another_unit_map_are_refused(kind: str) -> None:
     run_ranks(foreign_states, 2, kind)
+
+
+class OfBytes(nn.Module):
+    """Two weights whose masks, and their rows on each rank, have few bytes; and no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 2))
+        self.first, self.between = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(5))
+        self.second = nn.Parameter(torch.randn(3))
+        self.nor = nn.Parameter(torch.empty(0, 2))
+
+
+def masks(rank: int, world_size: int, comm: str) -> None:
+    if comm == "symmetric":
+        take(Double())
+    torch.manual_seed(0)
+    plain = OfBytes()
+    model = zshard.wrap(copy.deepcopy(plain), comm="peer" if comm == "symmetric" else comm)
+    with torch.no_grad():
+        for each in (plain, model):
+            both = (each.first > 0) | (each.second > 0)
+            each.second.mul_(both).add_((each.first * 2).half())
+            each.nor.add_(each.none)
+    assert torch.equal(zshard.full_param(model, "second"), plain.second.detach())
+
+
+@pytest.mark.parametrize("comm", ["group", "peer", "symmetric"])
+def test_elements_of_one_byte_and_of_two_meet_over_every_transport(comm: str) -> None:
+    run_ranks(masks, 2, comm)

@@ -167,8 +167,9 @@ class Comm:
     ) -> Handle:
         """Start gathering every rank's ``shard`` (S,) into ``full`` (N * S,), both uint8.
 
-        ``shard`` may be this rank's part of ``full``. The backend's threads may outlive the
-        caller's tensors, so these have to be long-lived.
+        S is a multiple of 64: some transports copy words. ``shard`` may be this rank's part of
+        ``full``. The backend's threads may outlive the caller's tensors, so these have to be
+        long-lived.
 
         Args:
             over: whose shards; None is the sharding group.

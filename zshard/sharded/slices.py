@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ShardedAccessError
+from ..layout import aligned
 from ..param import Sharded, ShardedGrad
 from ..tag import Tag
 
@@ -47,7 +48,7 @@ def _whole(other: Sharded, like: Sharded, both: str) -> torch.Tensor:
     """All elements of ``other``, (numel,), in its memory order."""
     flat, schedule = other.flat, other.flat.schedule
     mine = other.seen() if isinstance(other, ShardedGrad) else other.local
-    if not flat.needs_gather:
+    if not flat.needs_gather or other.numel() == 0:
         return mine
     comm = schedule.comm
     if like.flat.schedule.comm.shards.global_ranks != comm.shards.global_ranks:
@@ -60,7 +61,7 @@ def _whole(other: Sharded, like: Sharded, both: str) -> torch.Tensor:
         schedule.begin_call(call)
         shards = map(flat.layout.shard, range(comm.size))
         sizes = [flat.layout.local(other.segment, shard).elements.numel for shard in shards]
-        row = mine.new_zeros(max(sizes))
+        row = mine.new_zeros(aligned(max(sizes) * mine.itemsize) // mine.itemsize)
         row[: mine.numel()] = mine
         rows = row.new_empty(comm.size, row.numel())
         tag = Tag(schedule.executor.step, "gather", flat.unit.label, other.fqn)
