@@ -289,3 +289,39 @@ def test_complex_numbers_of_an_optimizer_come_back_or_are_refused_by_name(tmp_pa
     optimizer.state[model.bias]["turned"] = kept.to(torch.complex128)
     with pytest.raises(zshard.InputError, match=r"'turned' of bias is of torch\.complex128"):
         zshard.save(tmp_path / "b", model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+@pytest.mark.parametrize("ignored", [True, False], ids=["from_ignored", "into_ignored"])
+def test_states_follow_the_dtype_of_a_parameter_that_is_ignored_or_no_longer(
+    tmp_path: Path, ignored: bool, kind: str
+) -> None:
+    def trained(ignored: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = zshard.wrap(nn.Linear(4, 3).bfloat16(), ignored=["bias"] if ignored else None)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, foreach=False)
+        step(model, optimizer)
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.randn(2, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Those of the bias, fp32 or (of an ignored one) bf16."""
+        state = optimizer.state[model.bias]
+        found = [value for key, value in sorted(state.items()) if key != "step"]
+        return [getattr(value, "local", value) for value in found]
+
+    model, optimizer = trained(ignored)
+    step(model, optimizer)
+    zshard.save(tmp_path / "a", model, optimizer)
+    expected = sums(model, optimizer)
+    model, optimizer = trained(not ignored)
+    zshard.load(tmp_path / "a", model, optimizer)
+    wanted = torch.float32 if ignored else torch.bfloat16
+    for value, of_old in zip(sums(model, optimizer), expected, strict=True):
+        assert value.dtype == wanted != of_old.dtype
+        assert torch.equal(value, of_old.to(wanted))
+    step(model, optimizer)

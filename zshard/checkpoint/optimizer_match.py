@@ -144,7 +144,11 @@ def _state(
                 value = _as_torch_counts(value, group, param)
         else:
             stored = saved.tensors["optimizer"][str(entry["tensor"])]
-            value = before if torch.is_tensor(before) else _empty_state(param, stored.torch_dtype)
+            # What is in the parameter's dtype (its master's) follows that, as torch has it: it is
+            # another where a bf16 parameter is ignored now, and was not then, or the other way.
+            follows = stored.torch_dtype == _updated_dtype(saved, key)
+            dtype = _dtype_now(param) if follows else stored.torch_dtype
+            value = before if torch.is_tensor(before) else _empty_state(param, dtype)
         # torch.optim's state of a 0-d parameter is 0-d, that of zshard's optimizers 1-D.
         alike = is_scalar(before) == scalar or param.ndim == 0
         alike = alike and torch.is_tensor(value) == torch.is_tensor(before)
@@ -154,7 +158,8 @@ def _state(
         state[state_name] = value
         if not scalar:
             assert isinstance(value, torch.Tensor)
-            match.add(label, stored, held_state(param, name, state_name, value, first=False))
+            held = held_state(param, name, state_name, value, first=False)
+            match.add(label, stored, held, cast=follows and held.dtype == dtype)
     if now and uncounted:
         state["step"] = torch.ones_like(there["step"])
     if now and not then:  # as before the first step
@@ -177,6 +182,16 @@ def _as_torch_counts(step: object, group: dict[str, Any], param: torch.Tensor) -
         return step
     on_device = group.get("fused") or group.get("capturable")
     return step.to(param.device if on_device else "cpu", torch.float32)
+
+
+def _updated_dtype(saved: Manifest, key: str) -> torch.dtype | None:
+    """The dtype that the optimizer which was saved updated a parameter in."""
+    stored = saved.tensors["master"].get(key) or saved.tensors["model"].get(key)
+    return None if stored is None else stored.torch_dtype
+
+
+def _dtype_now(param: torch.Tensor) -> torch.dtype:
+    return param.flat.dtypes.master if isinstance(param, Sharded) else param.dtype
 
 
 def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
