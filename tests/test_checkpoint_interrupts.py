@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
@@ -139,3 +140,44 @@ def test_a_load_that_has_ended_on_some_ranks_alone_counts_on_none(tmp_path: Path
     assert "KeyboardInterrupt was raised in it during load(" in other[1]
     assert own[2] == other[2] and "failed halfway" in own[2]
     assert own[3] == other[3] == ""
+
+
+def loads_after_a_backward(
+    rank: int, world_size: int, comm: str, how: str, folder: str
+) -> list[str]:
+    """A script whose ranks agree on whether one has failed, and then load."""
+    model = zshard.wrap(nn.Linear(3, 2), init="broadcast", comm=comm)
+    optimizer = zshard.AdamW(model.parameters())
+    zshard.save(f"{folder}/a", model, optimizer)
+    done = []
+    for step in range(3):
+        failed = torch.zeros(())
+        try:
+            out = model(torch.ones(2, 3))
+            if (rank, step) == (0, 0):
+                out.register_hook(lambda _: 1 / 0)
+            out.sum().backward()
+        except ZeroDivisionError:
+            failed += 1
+            zshard.reset(model)
+        dist.all_reduce(failed)
+        if not failed:
+            optimizer.step()
+            optimizer.zero_grad()
+            done.append("stepped")
+        elif how == "load":
+            zshard.load(f"{folder}/a", model, optimizer)
+            done.append("loaded")
+        else:
+            zshard.load_weights(model, f"{folder}/a")
+            done.append("loaded")
+    return done
+
+
+@pytest.mark.parametrize("how", ["load", "load_weights"])
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_after_a_load_a_backward_that_raised_on_another_rank_is_no_news(
+    comm: str, how: str, tmp_path: Path
+) -> None:
+    done = run_ranks(loads_after_a_backward, 2, comm, how, str(tmp_path), timeout=15)
+    assert done == [["loaded", "stepped", "stepped"]] * 2

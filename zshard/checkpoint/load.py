@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -173,7 +174,7 @@ def _load(
 
     change(schedule, peers, take, optimizer)
     if strict:
-        schedule.updates.begin_anew()
+        begin_anew(schedule)
     return Loaded(saved.extra, match.missing, match.unexpected)
 
 
@@ -226,6 +227,17 @@ def change(
     peers.gather(taken)
     schedule.unusable = ""
     _TORN.pop(schedule, None)
+
+
+def begin_anew(schedule: Schedule) -> None:
+    """Forget what the ranks did unlike each other, as a load has replaced all of it.
+
+    A backward that raised on another rank is no news any more: said at this rank's next forward,
+    it would end that here alone.
+    """
+    with suppress(StateError):
+        schedule.reducer.read_outcome()
+    schedule.updates.begin_anew()
 
 
 def _check_torn(of: ref[Optimizer] | None, optimizer: Optimizer | None, what: str) -> None:

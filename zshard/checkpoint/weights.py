@@ -17,7 +17,7 @@ from ..whole_files import StrPath
 from ..wrap import schedule_of
 from .held import Source
 from .inventory import inventory_of
-from .load import Loaded, change
+from .load import Loaded, begin_anew, change
 from .manifest import Stored
 from .match import Match, match_model
 from .paths import absolute, shown
@@ -104,7 +104,7 @@ def load_weights(
             peers.together(lambda: compare_copies(found.folder, match.copies, rank, world_size))
         change(schedule, peers, partial(_fill, found, match), None)
     if strict:
-        schedule.updates.begin_anew()
+        begin_anew(schedule)
     return Loaded(None, match.missing, match.unexpected)
 
 
