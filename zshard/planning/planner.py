@@ -27,10 +27,11 @@ from .footprint import (
     reduce_buffers_of,
 )
 from .forecast import forecast
+from .inputs import BatchLike
 from .machine import Link, Machine
 from .models import model_of
 from .plan import Activations, Plan, Setup, UnitPlan
-from .rehearsal import BatchLike, Rehearsal, rehearse
+from .rehearsal import Rehearsal, rehearse
 
 _ALONE = threading.RLock()  # a rehearsal has the modules hold fake parameters for a while
 
@@ -135,7 +136,7 @@ class _Planner:
     ) -> None:
         self._model, self._specs, self._batch, self._given = model, specs, batch, activations
         self._nccl, self._machine, self._hbm = nccl, machine, hbm
-        self._rehearsals: dict[tuple[torch.dtype | None, bool, bool], Rehearsal] = {}
+        self._rehearsals: dict[tuple[object, ...], Rehearsal] = {}
 
     def plan(self, setup: Setup, *, timed: bool = True) -> Plan:
         check_precision(self._specs, setup.precision)
@@ -214,7 +215,7 @@ class _Planner:
                 raise InputError("checkpointing=True changes activations, measured with batch=")
             return None
         precision = setup.precision
-        key = precision.compute, precision.cast_inputs, setup.checkpointing
+        key = precision.compute, precision.cast_inputs, precision.output, setup.checkpointing
         with _ALONE:
             if key not in self._rehearsals:
                 self._rehearsals[key] = rehearse(

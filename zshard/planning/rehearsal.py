@@ -8,18 +8,17 @@ any size runs in the time that Python takes to call its ops.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,12 +26,9 @@ from ..containers import cast_floating, tensors_in
 from ..errors import InputError
 from ..precision import Precision
 from ..unitmap import UnitSpec, flat_groups
+from .inputs import BatchLike, inputs_of, like
 from .untouched import untouched
 from .work import Work, call_of
-
-# What a step is made with: (sequences, tokens of each) for a language model; a tensor, the model's
-# input; several in a tuple; or by their names in a dict.
-BatchLike = tuple[int, int] | Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 
 
 @dataclass
@@ -52,8 +48,8 @@ class Rehearsal:
 
     Attributes:
         activations: the most bytes that are alive at once besides parameters, buffers of modules
-            and the batch: what forward keeps for backward, what ops put out, and gradients that
-            are not packed yet.
+            and the batch: what forward keeps for backward, what ops put out, what is cast of the
+            batch, and gradients that are not packed yet.
         at: when that is, a phase and a unit ("backward blocks.3").
         order: the units that forward comes to, in its order, the root first.
     """
@@ -111,14 +107,13 @@ def rehearse(
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at values
             stack.enter_context(fake)
             _set_fake_parameters(model, specs, precision)
+            _cast_as_wrap_does(model, precision)
             for index, spec in enumerate(specs):
                 stack.enter_context(meter.watch(index, spec))
             if checkpointing:
                 for spec in specs[1:]:
                     _recompute(spec.module)
-            args, kwargs, loss_of = _inputs(batch, model)
-            if precision.cast_inputs and precision.compute is not None:
-                args, kwargs = cast_floating((args, kwargs), precision.compute)  # type: ignore[misc]
+            args, kwargs, loss_of = inputs_of(batch, model)
             meter.ignore([*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))])
             with meter:
                 loss = loss_of(model(*args, **kwargs))
@@ -263,20 +258,38 @@ def _set_fake_parameters(model: nn.Module, specs: Sequence[UnitSpec], precision:
         for dtypes, group in flat_groups(spec, precision):
             for owned in group:
                 param = owned.param
-                leaf = nn.Parameter(_like(param, dtypes.compute), param.requires_grad)
+                leaf = nn.Parameter(like(param, dtypes.compute), param.requires_grad)
                 for module, attribute in owned.sites:
                     module._parameters[attribute] = leaf
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                fake = made.setdefault(id(buffer), _like(buffer, buffer.dtype))
+                fake = made.setdefault(id(buffer), like(buffer, buffer.dtype))
                 module._buffers[name] = fake
 
 
-def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """On the CPU, where a fake op exists for everything."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+def _cast_as_wrap_does(model: nn.Module, precision: Precision) -> None:
+    """Cast what the model is given, beside the batch, and what it returns.
+
+    Hooks, ahead of the model's own and behind them, as wrap's are.
+    """
+    inputs = precision.compute if precision.cast_inputs else None
+    outputs = precision.output
+    calls = 0  # under way: what the model gives itself is not cast
+
+    def before(module: nn.Module, args: object, kwargs: object) -> Any:
+        nonlocal calls
+        calls += 1
+        return None if inputs is None or calls > 1 else cast_floating((args, kwargs), inputs)
+
+    def after(module: nn.Module, args: object, output: object) -> object:
+        nonlocal calls
+        calls -= 1
+        return None if outputs is None or calls > 0 else cast_floating(output, outputs)
+
+    model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    model.register_forward_hook(after)
 
 
 def _recompute(module: nn.Module) -> None:
@@ -288,50 +301,3 @@ def _recompute(module: nn.Module) -> None:
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
 
     module.forward = recomputed
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-_Inputs = tuple[tuple[object, ...], dict[str, object], Callable[[object], Tensor]]
-
-
-def _inputs(batch: BatchLike, model: nn.Module) -> _Inputs:
-    """Positional and named inputs of the model, and what makes the loss of its output."""
-    if isinstance(batch, tuple) and len(batch) == 2 and all(type(n) is int for n in batch):
-        if min(batch) < 1:
-            raise InputError(f"batch={batch!r}: expected (sequences, tokens), each 1 or more")
-        tokens = torch.zeros(batch, dtype=torch.int64, device="cpu")  # type: ignore[arg-type]
-        if hasattr(model, "get_input_embeddings"):  # of transformers
-            return (), {"input_ids": tokens, "labels": tokens}, _loss
-        return (tokens,), {}, partial(_cross_entropy, tokens)
-    if isinstance(batch, Tensor):
-        return (_fake(batch),), {}, _loss
-    if isinstance(batch, tuple) and all(isinstance(item, Tensor) for item in batch):
-        return tuple(_fake(item) for item in batch), {}, _loss
-    if isinstance(batch, Mapping):
-        return (), {name: _fake(value) for name, value in batch.items()}, _loss
-    raise InputError(
-        f"batch={batch!r}: expected (sequences, tokens) for a language model, or the model's "
-        "inputs: a tensor, a tuple of them, or a dict"
-    )
-
-
-def _fake(value: object) -> object:
-    return tree_map(lambda v: _like(v, v.dtype) if isinstance(v, Tensor) else v, value)
-
-
-def _cross_entropy(tokens: Tensor, output: object) -> Tensor:
-    """The loss of a language model that returns logits (B, T, V), reduced in fp32."""
-    logits = next(tensors_in(output))
-    return F.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
-
-
-def _loss(output: object) -> Tensor:
-    """The model's own loss, where it returns one; else the mean of what it returns."""
-    own = getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    means = [t.float().mean() for t in tensors_in(output) if t.requires_grad]
-    if not means:
-        raise InputError("the model's output depends on no trained parameter: there is no backward")
-    return torch.stack(means).sum()
