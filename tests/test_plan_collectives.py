@@ -10,7 +10,14 @@ from torch import nn
 
 import zshard
 
-ORDERS = {"skipped": (0, 2), "repeated": (0, 1, 2, 0, 1, 2), "reversed": (2, 1, 0)}
+ORDERS = {
+    "skipped": (0, 2),
+    "repeated": (0, 1, 2, 0, 1, 2),
+    "reversed": (2, 1, 0),
+    "in a row": (0, 1, 1, 1, 2, 0, 0),
+    "in a row at the end": (0, 1, 2, 2),
+}
+FROZEN = ("frozen at first", "frozen at first, in a row", "frozen between")
 
 
 def build(case: str) -> nn.Module:
@@ -18,6 +25,10 @@ def build(case: str) -> nn.Module:
     torch.manual_seed(0)
     model = models.Blocks(ORDERS.get(case, (0, 1, 2)))
     if case == "frozen at first":  # of the root, a part
+        for module in (model.inlet, model.blocks[0]):
+            module.requires_grad_(False)
+    if case == "frozen at first, in a row":  # whose outputs backward does not come to
+        model.order = (0, 0, 1, 2)
         for module in (model.inlet, model.blocks[0]):
             module.requires_grad_(False)
     if case == "frozen between":
@@ -28,7 +39,7 @@ def build(case: str) -> nn.Module:
 def compare(rank: int, size: int) -> int:
     """Hold the collectives of a third step against plans; returns how many."""
     x, count = torch.ones(4, 3), 0
-    for case in (*ORDERS, "frozen at first", "frozen between"):
+    for case in (*ORDERS, *FROZEN):
         for strategy in ("zero3", "zero2", "ddp"):
             planned = zshard.plan(build(case), size, strategy=strategy, batch=x)
             model = zshard.wrap(build(case), strategy=strategy)
@@ -50,7 +61,7 @@ def compare(rank: int, size: int) -> int:
 
 
 def test_gathers_and_reductions_are_those_of_the_units_that_run() -> None:
-    assert set(run_ranks(compare, 2, timeout=120)) == {15}
+    assert set(run_ranks(compare, 2, timeout=120)) == {24}
 
 
 @pytest.mark.parametrize(("case", "gathers"), [("skipped", 4), ("frozen at first", 5)])

@@ -37,8 +37,8 @@ class UnitWork:
 
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)  # recomputation included
-    calls: int = 0  # of its forward
-    returns: int = 0  # how many of them backward comes to
+    calls: int = 0  # of its forward, for which it is gathered: several in a row are one
+    returns: int = 0  # how often backward comes to one, each for itself
     kept: int = 0  # bytes alive after forward that were not before: for backward, and the output
 
 
@@ -137,6 +137,7 @@ class Meter(TorchDispatchMode):
         self._specs = specs
         self._work = [UnitWork() for _ in specs]
         self._order: list[int] = []
+        self._kept: int | None = None  # the unit that stays gathered, since it may be the last
         self._inside = [0]  # the units whose modules are being called; the root encloses all
         self._backward = False
         self._alive: dict[int, weakref.ref[Any]] = {}  # storages, by their address
@@ -211,8 +212,8 @@ class Meter(TorchDispatchMode):
         def before(module: nn.Module, args: object) -> None:
             self._inside.append(index)
             if not self._backward:
+                self._work[index].calls += index != self._kept
                 self._order.append(index)
-                self._work[index].calls += 1
                 self._work[index].kept -= self._bytes
 
         def after(module: nn.Module, args: object, output: object) -> None:
@@ -230,6 +231,8 @@ class Meter(TorchDispatchMode):
 
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
+                    if not self._backward:
+                        self._kept = index
                     tensor.register_hook(partial(reached, tensor in self._outputs))  # type: ignore[no-untyped-call]
                     self._outputs[tensor] = True
 
