@@ -66,8 +66,9 @@ class Comm:
         self.replicas = ranks_of(replicas, device)  # the ranks that hold the same shard (HSDP)
         # torch.distributed's numbers of all ranks, by `world_rank`; errors name ranks by them.
         self.global_ranks = global_ranks
-        # The global ranks along both axes: models that have these in common meet each other.
-        self.ranks_by_axis = self.shards.global_ranks, self.replicas.global_ranks
+        # Its text, without axes of one rank: models that have it in common meet each other.
+        sizes = [each.size for each in self.axes[::-1]]
+        self.mesh = str(torch.tensor(global_ranks, device="cpu").view(sizes).tolist())
         world = dist.group.WORLD  # the default group; None without one
         self._world = None if world is None else weakref.ref(world)
         self.broken = False  # a collective has failed; those to come cannot be expected to work
@@ -79,14 +80,17 @@ class Comm:
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
         asked, failure = asked_for(transport, failure)
-        there = neighbours_of(self.shards)
-        mine = Offer(asked, Refusal.of(failure), there.token if there else "")
+        there, behind = neighbours_of(self.shards), neighbours_of(self.replicas)
+        tokens = there.token if there else "", behind.token if behind else ""
+        mine = Offer(asked, Refusal.of(failure), *tokens)
         told = self.all_gather_object(mine, Tag(None, "wrap", about="arguments"))
         offers = cast("list[Offer]", told)
         agree_on_transport(offers, global_ranks, failure)
         first = self.replicas.rank * self.size  # of this replica's
-        if share_memory(offers[first : first + self.size]):
+        if share_memory(offer.token for offer in offers[first : first + self.size]):
             self.shards.neighbours = there
+        if share_memory(offer.behind for offer in offers[self.rank :: self.size]):
+            self.replicas.neighbours = behind
         self.may_fall_back = asked == "auto"  # where there is too little memory to share
         self._in_group = self.shards
         with self.named_errors("all_gather_object", Tag(None, "wrap", about="hosts")):

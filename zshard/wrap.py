@@ -173,7 +173,8 @@ def wrap(
                 same_model.values([spec], collectives, init)
             made.append(sharder.shard(spec, chosen))
         sharder.reserve(pool)
-    meet_in_one_place(collectives.shards)
+    for over in collectives.axes:
+        meet_in_one_place(over)
     # What runs the units: from here on the model is wrapped, and every unit SHARDED.
     built = _build(survey, made, collectives, pool)
     if where.type == "cpu":

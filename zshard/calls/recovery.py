@@ -40,7 +40,7 @@ def recover(schedule: Schedule) -> None:
     neighbours = schedule.comm.shards.neighbours
     assert neighbours is not None
     models = sorted(
-        (each for each in live() if each.comm.shards.neighbours is neighbours),
+        (each for each in live() if any(o.neighbours is neighbours for o in each.comm.axes)),
         key=lambda each: each.agreement.number,
     )
     if any(not each.comm.shards.in_memory or each.comm.replicas.size > 1 for each in models):

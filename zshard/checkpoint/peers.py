@@ -95,7 +95,7 @@ class Background(Peers):
         assert dist.group.WORLD is not None and control is not None
         timeout = timeout_of(control, torch.device("cpu"))
         made = self._made.setdefault(dist.group.WORLD, {})
-        key = comm.ranks_by_axis, timeout
+        key = comm.mesh, timeout
         # A failure need not have been seen on every rank.
         mine = dist.get_rank(), key in made, groups_made()
         facts = comm.all_gather_object(mine, Tag(None, what))

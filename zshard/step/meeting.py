@@ -74,6 +74,7 @@ class Message(NamedTuple):
     left: int = 0  # 1: the rank has left a forward by an exception, and begun nothing since
     inside: int = 0  # how many forwards it begins inside of: other models', or a backward its own
     there: int = 0  # checksum of the numbers of the models that the rank has not deleted
+    over: int = 0  # checksum of the ranks along each axis of the mesh; models number from 0 in each
 
     @property
     def tally(self) -> Tally:
@@ -107,12 +108,16 @@ class Meetings:
     A rank may be asked to take part in the gather of one model when it is about to begin a pass of
     another.
 
+    Args:
+        mesh: see ``Comm``.
+
     Attributes:
         left: whether this rank has left a forward by an exception, and begun nothing since.
         others_may_be_inside: a pass that this rank has ended, where they may need more of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: str = "") -> None:
+        self._over = checksum(mesh)
         self.left = self.others_may_be_inside = False
         self._forwards: list[Member] = []  # in which one is under way, the outermost first
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
@@ -170,17 +175,22 @@ class Meetings:
             What each rank has brought.
 
         Raises:
-            MismatchError: as ``refuse_but_who_left`` and ``refuse_deleted``.
+            MismatchError: as ``refuse_but_who_left`` and ``refuse_deleted``; also if another rank
+                brings something of a model over another mesh.
         """
         tag = Tag(step, "agree", "root", label)
         while True:
             self.others_may_be_inside = False
             members = dict(self._members.items())  # none goes before it has served
-            mine = mine._replace(there=checksum(str(sorted(members))))
+            there = checksum(str(sorted(members)))
+            mine = mine._replace(there=there, over=self._over)
             words = comm.all_gather_words(mine, tag)
             if mine.intent not in _NEEDS and words.count([*mine]) == len(words):
                 return [mine] * len(words)  # the rule, in no more time for hundreds of ranks
             messages = [Message(model, Intent(intent), *rest) for model, intent, *rest in words]
+            if len({message.over for message in messages}) > 1:  # groups may be of several meshes
+                forgo_learning(members)
+                refuse(comm, f"{label}, of a model over ranks {comm.mesh}")
             asking = [message for message in messages if message.intent in _NEEDS]
             if asking:
                 asked = sorted({message.model for message in asking})
@@ -201,9 +211,9 @@ class Meetings:
                 refuse_but_who_left(comm, label, mine, messages)
 
 
-# By ``Comm.ranks_by_axis``, as long as the default group lives: in the next one a process that
+# By ``Comm.mesh``, as long as the default group lives: in the next one a process that
 # takes the place of another has wrapped fewer models.
-_MEETINGS: WeakKeyDictionary[dist.ProcessGroup, dict[object, Meetings]] = WeakKeyDictionary()
+_MEETINGS: WeakKeyDictionary[dist.ProcessGroup, dict[str, Meetings]] = WeakKeyDictionary()
 
 
 def meetings_of(comm: Comm) -> Meetings:
@@ -214,7 +224,8 @@ def meetings_of(comm: Comm) -> Meetings:
     if comm.world_size == 1:
         return Meetings()
     assert dist.group.WORLD is not None
-    return _MEETINGS.setdefault(dist.group.WORLD, {}).setdefault(comm.ranks_by_axis, Meetings())
+    there = _MEETINGS.setdefault(dist.group.WORLD, {})
+    return there.setdefault(comm.mesh, Meetings(comm.mesh))
 
 
 def forgo_learning(members: Mapping[int, Member]) -> None:

@@ -19,12 +19,12 @@ class PerGroup:
 
     Attributes:
         standing: this rank's, where ranks tell each other nothing but by the group's collectives.
-        shards: the sharding groups of the models, whichever way they communicate.
+        models: what the group is to each, whichever way it communicates: shards or replicas.
     """
 
     def __init__(self) -> None:
         self.standing = Standing("start the processes anew, from the last checkpoint")
-        self.shards: WeakSet[Ranks] = WeakSet()
+        self.models: WeakSet[Ranks] = WeakSet()
         self._neighbours: ref[Neighbours] | None = None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, cast, get_args
 
 from ..errors import InputError, MismatchError, WrapError
@@ -51,9 +51,9 @@ def asked_for(
         return transport, failure or wrong
 
 
-def neighbours_of(shards: Ranks) -> Neighbours | None:
+def neighbours_of(ranks: Ranks) -> Neighbours | None:
     """The ranks where they share memory already. To be kept: the last model may go meanwhile."""
-    there = None if shards.group is None else per_group(shards.group).neighbours
+    there = None if ranks.group is None else per_group(ranks.group).neighbours
     return there if there and not there.failed else None
 
 
@@ -64,11 +64,13 @@ class Offer(NamedTuple):
         transport: what it asks for.
         refusal: what it has found wrong.
         token: of the ranks that it shares memory with already; "" if there are none.
+        behind: likewise, of its replicas: other models may be sharded over these.
     """
 
     transport: Transport
     refusal: Refusal | None
     token: str
+    behind: str
 
 
 def agree_on_transport(
@@ -92,25 +94,28 @@ def agree_on_transport(
         )
 
 
-def share_memory(offers: Sequence[Offer]) -> bool:
-    """Whether the ranks that made ``offers`` share memory with each other already."""
-    tokens = {offer.token for offer in offers}
-    return len(tokens) == 1 and "" not in tokens
+def share_memory(tokens: Iterable[str]) -> bool:
+    """Whether the ranks that have offered ``tokens`` share memory with each other already."""
+    found = set(tokens)
+    return len(found) == 1 and "" not in found
 
 
-def meet_in_one_place(shards: Ranks) -> None:
+def meet_in_one_place(ranks: Ranks) -> None:
     """Let ranks in meetings of different models over this group meet each other.
 
     Where one of these models shares memory, all of them meet there. All ranks come here together,
     once they have wrapped a model.
+
+    Args:
+        ranks: of that model along an axis; its shards may be what replicas are to another.
     """
-    if shards.group is None:
+    if ranks.group is None or ranks.size == 1:
         return
-    models = per_group(shards.group).shards
+    models = per_group(ranks.group).models
     for other in models:
         if other.neighbours is None:
-            other.neighbours = shards.neighbours
-    models.add(shards)
+            other.neighbours = ranks.neighbours
+    models.add(ranks)
 
 
 def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
