@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import models
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 import zshard
 
@@ -34,6 +36,54 @@ def build(case: str) -> nn.Module:
     if case == "frozen between":
         model.blocks[1].requires_grad_(False)
     return model
+
+
+class Rows(models.Blocks):
+    """Calls of a unit that are in a row in backward alone, or in forward alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = self.inlet(x)
+        if self.way == "backward comes to one of them":
+            return self.outlet(second(first(first(x).detach())))
+        if self.way == "backward passes over what is between":
+            y = first(x)
+            target = second(y).detach()
+            return self.outlet(third(first(y) - target))
+        y = first(x)
+        with torch.no_grad():
+            target = first(y)
+        return self.outlet(y - target)
+
+
+WAYS = (
+    "backward comes to one of them",
+    "backward passes over what is between",
+    "the last makes no graph",
+)
+
+
+def compare_units(rank: int, size: int) -> None:
+    """Hold the gathers of each unit in a third step against plans."""
+    x = torch.ones(4, 3)
+    for way in WAYS:
+        planned = zshard.plan(Rows(way), size, batch=x)
+        model = zshard.wrap(Rows(way))
+        for _ in range(3):
+            with zshard.trace(model) as recorded:
+                model(x).sum().backward()
+            model.zero_grad()
+        gathers = Counter(event.unit for event in recorded.events if event.phase == "gather")
+        alike = [each for each in planned.collectives if each.op == "all_gather"]
+        assert {each.unit: each.count for each in alike} == gathers, way
+
+
+def test_calls_of_a_unit_in_a_row_are_gathered_for_once_in_backward_alone() -> None:
+    run_ranks(compare_units, 2, timeout=120)
 
 
 def compare(rank: int, size: int) -> int:

@@ -37,8 +37,8 @@ class UnitWork:
 
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)  # recomputation included
-    calls: int = 0  # of its forward, for which it is gathered: several in a row are one
-    returns: int = 0  # how often backward comes to one, each for itself
+    calls: int = 0  # of its forward, each gathered for itself
+    returns: int = 0  # how often backward comes to it where it does not stay from the last time
     kept: int = 0  # bytes alive after forward that were not before: for backward, and the output
 
 
@@ -58,16 +58,16 @@ class Rehearsal:
     at: str
     units: tuple[UnitWork, ...]
     order: tuple[int, ...]
-    last: int  # the unit that was called last
+    kept: int | None  # the unit that stays gathered between forward and backward
 
     def gathers(self, index: int) -> int:
         """How often a unit is gathered in a step, where whole parameters do not stay.
 
-        The root once, others for each call and for backward of it, but for the unit that backward
-        needs first, which stays in between.
+        The root once, others for each call, and for backward of it unless that comes to several
+        calls in a row; but the unit that was called last stays in between.
         """
         unit = self.units[index]
-        stays = index == self.last and unit.returns > 0
+        stays = index == self.kept and unit.returns > 0
         return 1 if index == 0 else unit.calls + unit.returns - stays
 
     @property
@@ -137,7 +137,8 @@ class Meter(TorchDispatchMode):
         self._specs = specs
         self._work = [UnitWork() for _ in specs]
         self._order: list[int] = []
-        self._kept: int | None = None  # the unit that stays gathered, since it may be the last
+        self._kept: int | None = None  # the unit that forward leaves gathered, as far as it is
+        self._gathered: set[int] = set()  # that backward has come to, and has not freed yet
         self._inside = [0]  # the units whose modules are being called; the root encloses all
         self._backward = False
         self._alive: dict[int, weakref.ref[Any]] = {}  # storages, by their address
@@ -168,7 +169,7 @@ class Meter(TorchDispatchMode):
         for work in self._work:  # where an output does not outlive the unit around it
             work.kept = max(work.kept, 0)
         order = tuple(dict.fromkeys(self._order))
-        return Rehearsal(self._peak, self._at, tuple(self._work), order, self._order[-1])
+        return Rehearsal(self._peak, self._at, tuple(self._work), order, self._kept)
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
@@ -212,7 +213,8 @@ class Meter(TorchDispatchMode):
         def before(module: nn.Module, args: object) -> None:
             self._inside.append(index)
             if not self._backward:
-                self._work[index].calls += index != self._kept
+                self._work[index].calls += 1
+                self._kept = None
                 self._order.append(index)
                 self._work[index].kept -= self._bytes
 
@@ -224,14 +226,15 @@ class Meter(TorchDispatchMode):
 
             def reached(inner: bool, grad: Tensor) -> None:
                 nonlocal returned
-                self._work[index].returns += not returned
+                if not returned:
+                    self._come_to(index)
                 returned = True
                 if not inner:  # else it is the output of a unit inside, which has computed it
                     self._inside = [0, index]
 
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    if not self._backward:
+                    if not self._backward and index > 0:
                         self._kept = index
                     tensor.register_hook(partial(reached, tensor in self._outputs))  # type: ignore[no-untyped-call]
                     self._outputs[tensor] = True
@@ -242,6 +245,8 @@ class Meter(TorchDispatchMode):
                 for each in trained:
                     each.grad = None
                 self._inside = [0]
+                if len(trained) == len(leaves):  # else a node may yet read a frozen weight
+                    self._gathered.discard(index)
 
         handles = [
             spec.module.register_forward_pre_hook(before, prepend=True),
@@ -253,6 +258,18 @@ class Meter(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _come_to(self, index: int) -> None:
+        """Note that backward of a unit begins, which frees all but those around it and inside."""
+        self._work[index].returns += index not in self._gathered
+        around = self._around(index)
+        self._gathered = {i for i in self._gathered if i in around or index in self._around(i)}
+        self._gathered.add(index)
+
+    def _around(self, index: int) -> set[int]:
+        """The units that enclose a unit, and itself."""
+        parent = self._specs[index].parent
+        return {index} | (set() if parent is None else self._around(parent))
 
 
 def _set_fake_parameters(model: nn.Module, specs: Sequence[UnitSpec], precision: Precision) -> None:
