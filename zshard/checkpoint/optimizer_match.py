@@ -146,7 +146,8 @@ def _state(
             stored = saved.tensors["optimizer"][str(entry["tensor"])]
             # What is in the parameter's dtype (its master's) follows that, as torch has it: it is
             # another where a bf16 parameter is ignored now, and was not then, or the other way.
-            follows = stored.torch_dtype == _updated_dtype(saved, key)
+            # Another library's may be fp32 for every parameter, and is not to be rounded.
+            follows = stored.torch_dtype == _updated_dtype(saved, key) and _is_known(optimizer)
             dtype = _dtype_now(param) if follows else stored.torch_dtype
             value = before if torch.is_tensor(before) else _empty_state(param, dtype)
         # torch.optim's state of a 0-d parameter is 0-d, that of zshard's optimizers 1-D.
@@ -182,6 +183,12 @@ def _as_torch_counts(step: object, group: dict[str, Any], param: torch.Tensor) -
         return step
     on_device = group.get("fused") or group.get("capturable")
     return step.to(param.device if on_device else "cpu", torch.float32)
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether its states are in the dtype of what it updates: torch.optim's, and zshard's."""
+    rules = [each for each in type(optimizer).__mro__ if each not in Optimizer.__mro__]
+    return any(rule.__module__.startswith(("torch.optim.", "zshard.")) for rule in rules)
 
 
 def _updated_dtype(saved: Manifest, key: str) -> torch.dtype | None:
