@@ -165,16 +165,17 @@ def loads_after_a_backward(
             optimizer.step()
             optimizer.zero_grad()
             done.append("stepped")
-        elif how == "load":
-            zshard.load(f"{folder}/a", model, optimizer)
-            done.append("loaded")
         else:
-            zshard.load_weights(model, f"{folder}/a")
+            strict = how.endswith("strict")
+            if how.startswith("weights"):
+                zshard.load_weights(model, f"{folder}/a", strict=strict)
+            else:
+                zshard.load(f"{folder}/a", model, optimizer, strict=strict)
             done.append("loaded")
     return done
 
 
-@pytest.mark.parametrize("how", ["load", "load_weights"])
+@pytest.mark.parametrize("how", ["all strict", "weights strict", "all there", "weights there"])
 @pytest.mark.parametrize("comm", ["group", "peer"])
 def test_after_a_load_a_backward_that_raised_on_another_rank_is_no_news(
     comm: str, how: str, tmp_path: Path

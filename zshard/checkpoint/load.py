@@ -62,7 +62,9 @@ def load(
     """Load what ``zshard.save`` saved into a wrapped model, and its optimizer; all ranks call this.
 
     The model may be wrapped over another number of ranks, with another strategy, unit map or
-    precision than the one that was saved: parameters and states get the same bits.
+    precision than the one that was saved: parameters and states get the same bits. (Of a bf16 or
+    fp16 parameter that is ignored now, and was not then, the states of torch's optimizers are
+    rounded to its dtype, as torch has them.)
 
     Args:
         path: of a checkpoint, as given to ``save``, or from ``latest``. If another job replaces it
@@ -173,8 +175,7 @@ def _load(
             set_random_state(generators, schedule.device)
 
     change(schedule, peers, take, optimizer)
-    if strict:
-        begin_anew(schedule)
+    begin_anew(schedule, all_replaced=strict)
     return Loaded(saved.extra, match.missing, match.unexpected)
 
 
@@ -229,15 +230,19 @@ def change(
     _TORN.pop(schedule, None)
 
 
-def begin_anew(schedule: Schedule) -> None:
-    """Forget what the ranks did unlike each other, as a load has replaced all of it.
+def begin_anew(schedule: Schedule, *, all_replaced: bool) -> None:
+    """Forget, behind a load, what the ranks did unlike each other.
 
     A backward that raised on another rank is no news any more: said at this rank's next forward,
     it would end that here alone.
+
+    Args:
+        all_replaced: whether no value of the model is left from before.
     """
     with suppress(StateError):
         schedule.reducer.read_outcome()
-    schedule.updates.begin_anew()
+    if all_replaced:
+        schedule.updates.begin_anew()
 
 
 def _check_torn(of: ref[Optimizer] | None, optimizer: Optimizer | None, what: str) -> None:
