@@ -18,27 +18,29 @@ from ..schedule import Schedule, live
 from ..step.debts import forgive
 from ..step.updates import Tally
 from ..tag import Tag
+from ..transports.neighbours import Neighbours
 from ..transports.peer import PeerRanks
 
 # Of a model: ``Updates.tallies``, ``Schedule.unusable``.
 _Facts = tuple[tuple[int, Tally, Tally], str]
 
 
-def has_given_up(schedule: Schedule) -> bool:
-    """Whether this rank, or another, has left a collective over shared memory half done."""
-    neighbours = schedule.comm.shards.neighbours
-    return neighbours is not None and neighbours.given_up()
+def given_up_in(schedule: Schedule) -> Neighbours | None:
+    """Where this rank, or another, has left a collective over shared memory half done."""
+    there = (over.neighbours for over in schedule.comm.axes)  # replicas meet in memory, too
+    return next((each for each in there if each is not None and each.given_up()), None)
 
 
-def recover(schedule: Schedule) -> None:
-    """Bring back all models that share memory as that of ``schedule`` does; for all ranks to call.
+def recover(schedule: Schedule, neighbours: Neighbours) -> None:
+    """Bring back all models that share the memory of ``neighbours``; for all ranks to call.
+
+    Args:
+        schedule: of one of these models.
 
     Raises:
         CommError: if that cannot be.
         MismatchError: on every rank, if some have updated parameters and others have not.
     """
-    neighbours = schedule.comm.shards.neighbours
-    assert neighbours is not None
     models = sorted(
         (each for each in live() if any(o.neighbours is neighbours for o in each.comm.axes)),
         key=lambda each: each.agreement.number,

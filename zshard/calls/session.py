@@ -17,7 +17,7 @@ from ..tracing.trace import Trace
 from ..training_state import TrainingState, calls_under_way
 from ..transports.counters import CommStats
 from ..wrap import schedule_of
-from .recovery import has_given_up, recover
+from .recovery import given_up_in, recover
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def reset(model: nn.Module) -> None:
             "zshard.reset was called inside a forward, which would go on with parameters that are "
             "sharded again. Raise an exception there, and call it behind the forward."
         )
-    if not has_given_up(schedule):
+    if (there := given_up_in(schedule)) is None:
         try:
             schedule.reset()
             settle()
@@ -183,9 +183,9 @@ def reset(model: nn.Module) -> None:
                 schedule.reducer.read_outcome()
             return
         except CommError:
-            if not has_given_up(schedule):
+            if (there := given_up_in(schedule)) is None:
                 raise
-    recover(schedule)
+    recover(schedule, there)
 
 
 def stats(model: nn.Module) -> CommStats:
