@@ -318,8 +318,8 @@ class Comm:
     def give_up(self, kind: type[BaseException], where: str) -> None:
         """Take part in no collective any more: see [Note: half done]."""
         for over in self.axes:
-            if over.standing is not None:
-                over.standing.leave(kind, where)
+            for standing in over.standings:
+                standing.leave(kind, where)
                 self.broken = True
 
     def _count(self, op: str, sent: int, tag: Tag, over: Ranks) -> None:

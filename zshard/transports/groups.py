@@ -98,6 +98,15 @@ class Ranks:
         """Whether this rank takes part still; None where there is nobody else."""
         return self.neighbours or self._standing
 
+    @property
+    def standings(self) -> list[Standing]:
+        """Where this rank says that it has given up: in memory, in the group, or in both.
+
+        Ranks that only meet in memory may have left half done what goes through the group.
+        """
+        both = (self.neighbours, None if self.in_memory and self.neighbours else self._standing)
+        return [each for each in both if each is not None]
+
     def find_hosts(self) -> None:
         """Learn from every rank whether all are on one host; see [Note: the ways of gloo].
 
