@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from datetime import timedelta
 
@@ -9,12 +10,13 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, simulated
 from steps import build
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zshard
+from zshard.wrap import schedule_of
 
 # Of two ranks; torch takes the default group for each axis of more than one.
 MESHES = {"default": None, "shards": [[0, 1]], "replicas": [[0], [1]]}
@@ -95,11 +97,10 @@ def one_raises(rank: int, world_size: int, second: str, comm: str, then: str) ->
         loss = models.loss_of(both[0], data[1])
         loss.backward()
     hook.remove()
-    if then == "evaluate":
-        with torch.no_grad():
+    with torch.no_grad():
+        if then == "evaluate":
             both[1](data[1])
-    elif then == "block":
-        with torch.no_grad():
+        else:
             both[1].blocks[0](torch.ones(2, models.WIDTH))
     for model in both:
         model.zero_grad()
@@ -112,7 +113,7 @@ def raise_own(rank: int) -> None:
         raise Own
 
 
-@pytest.mark.parametrize("then", ["step", "evaluate", "block"])
+@pytest.mark.parametrize("then", ["evaluate", "block"])
 @pytest.mark.parametrize("comm", ["group", "peer"])
 @pytest.mark.parametrize("second", ["shards", "replicas"])
 def test_an_exception_in_one_leaves_the_ranks_in_step_in_the_other(
@@ -120,3 +121,64 @@ def test_an_exception_in_one_leaves_the_ranks_in_step_in_the_other(
 ) -> None:
     for gradients in run_ranks(one_raises, 2, second, comm, then):
         torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def wraps_by_rank(rank: int, world_size: int, comm: str) -> str:
+    meshes = [DeviceMesh("cpu", MESHES[name]) for name in ("shards", "replicas")]
+    with pytest.raises(zshard.MismatchError) as raised:
+        zshard.wrap(nn.Linear(64, 64), mesh=meshes[rank], comm=comm)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_ranks_that_wrap_over_different_meshes_of_one_group_are_told(comm: str) -> None:
+    for said in run_ranks(wraps_by_rank, 2, comm, timeout=20):
+        assert "different meshes, (replicate, shard): [(1, 2), (2, 1)]" in said
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def leaves(rank: int, world_size: int, first: bool) -> tuple[list[str], str]:
+    """Both ranks leave a collective of one; then they try to bring back either, and to wrap."""
+    both = pair(rank, (None, DeviceMesh("cpu", MESHES["replicas"])), "peer")
+    schedule_of(both[not first]).comm.interpose = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        call(both[not first])
+    said = []
+    for model in both[::-1]:
+        with pytest.raises(zshard.CommError) as raised:
+            zshard.reset(model)
+        said.append(str(raised.value))
+    both.clear()
+    del model, raised
+    gc.collect()
+    try:
+        zshard.wrap(nn.Linear(64, 64), comm="group")
+    except zshard.CommError as error:
+        return said, str(error)
+    return said, ""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_memory_that_replicas_meet_in_is_not_brought_back(first: bool) -> None:
+    for said, again in run_ranks(leaves, 2, first, timeout=20):
+        assert all("cannot be brought back" in each for each in said)
+        # Only what shares memory has nothing half done in the group.
+        assert ("start the processes anew" in again) == (not first)
+
+
+def over_hundreds(rank: int, world_size: int) -> tuple[str, str]:
+    with simulated(0, 512):
+        model = zshard.wrap(nn.Linear(8, 8))
+        shape = init_device_mesh("cpu", (64, 8))
+        replicated = zshard.wrap(nn.Linear(8, 8), mesh=shape)
+        return tuple(schedule_of(each).comm.mesh_name for each in (model, replicated))
+
+
+def test_the_name_of_a_mesh_of_hundreds_is_short() -> None:
+    names = run_ranks(over_hundreds, 1, group=False)[0]
+    assert names[0].startswith("ranks [0, 1, 2, ") and names[0].endswith(" ... (1 x 512)")
+    assert names[1].startswith("ranks [[0, 1, 2, ") and names[1].endswith(" ... (64 x 8)")
+    assert all(len(name) < 110 for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +83,7 @@ class Comm:
         asked, failure = asked_for(transport, failure)
         there, behind = neighbours_of(self.shards), neighbours_of(self.replicas)
         tokens = there.token if there else "", behind.token if behind else ""
-        mine = Offer(asked, Refusal.of(failure), *tokens)
+        mine = Offer(asked, Refusal.of(failure), *tokens, (self.replicas.size, self.size))
         told = self.all_gather_object(mine, Tag(None, "wrap", about="arguments"))
         offers = cast("list[Offer]", told)
         agree_on_transport(offers, global_ranks, failure)
@@ -129,6 +130,13 @@ class Comm:
         place, number = self.world_rank, self.global_ranks[self.world_rank]
         among = f"{place} of {self.world_size}"
         return f"rank {among}" if number == place else f"rank {number} ({among} in the mesh)"
+
+    @property
+    def mesh_name(self) -> str:
+        """What errors call the mesh; every rank says it, so that of hundreds it is cut short."""
+        ranks = textwrap.shorten(self.mesh, 80, placeholder=" ...")
+        sizes = f" ({self.replicas.size} x {self.size})" if ranks != self.mesh else ""
+        return f"ranks {ranks}{sizes}"
 
     def name(self, place: int) -> str:
         """What errors call the rank whose ``world_rank`` is ``place``."""

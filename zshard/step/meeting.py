@@ -190,7 +190,7 @@ class Meetings:
             messages = [Message(model, Intent(intent), *rest) for model, intent, *rest in words]
             if len({message.over for message in messages}) > 1:  # groups may be of several meshes
                 forgo_learning(members)
-                refuse(comm, f"{label}, of a model over ranks {comm.mesh}")
+                refuse(comm, f"{label}, of a model over {comm.mesh_name}")
             asking = [message for message in messages if message.intent in _NEEDS]
             if asking:
                 asked = sorted({message.model for message in asking})

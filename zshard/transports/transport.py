@@ -65,18 +65,20 @@ class Offer(NamedTuple):
         refusal: what it has found wrong.
         token: of the ranks that it shares memory with already; "" if there are none.
         behind: likewise, of its replicas: other models may be sharded over these.
+        mesh: how many replicas and shards there are.
     """
 
     transport: Transport
     refusal: Refusal | None
     token: str
     behind: str
+    mesh: tuple[int, int]
 
 
 def agree_on_transport(
     offers: Sequence[Offer], global_ranks: Sequence[int], failure: Exception | None
 ) -> None:
-    """Check that no rank has found anything wrong, and that all ask for one transport.
+    """Check that no rank has found anything wrong, and that all ask for one mesh and transport.
 
     Args:
         offers: of every rank; global_ranks: see ``Comm``.
@@ -84,9 +86,14 @@ def agree_on_transport(
 
     Raises:
         Error: on every rank, if one has found anything wrong.
-        MismatchError: on every rank, if they ask for different transports.
+        MismatchError: on every rank, if they ask for different meshes or transports.
     """
     raise_together(failure, [offer.refusal for offer in offers], global_ranks)
+    if len(shapes := {offer.mesh for offer in offers}) > 1:
+        raise MismatchError(
+            f"the ranks wrap over different meshes, (replicate, shard): {sorted(shapes)}. Pass the "
+            "same on all."
+        )
     asked = tuple(offer.transport for offer in offers)
     if len(set(asked)) > 1:
         raise MismatchError(
