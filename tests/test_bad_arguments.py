@@ -340,7 +340,10 @@ def test_every_call_of_a_model_is_tried_with_a_plain_one() -> None:
     assert takes_a_model - {"wrap", "plan"} == CALLS.keys()
 
 
-def test_a_part_of_a_wrapped_model_is_called_so() -> None:
+def test_a_part_of_a_wrapped_model_is_called_so_with_what_to_pass_instead() -> None:
     model = zshard.wrap(models.Blocks())
-    with pytest.raises(zshard.WrapError, match="this Block is a part of a wrapped model"):
+    said = r"this Block is a part of a wrapped model; pass zshard\.wrap's result"
+    with pytest.raises(zshard.WrapError, match=said + "$"):
+        zshard.memory(model.blocks[0])
+    with pytest.raises(zshard.WrapError, match=said + r", or the part's parameters\(\)$"):
         zshard.clip_grad_norm_(model.blocks[0], 1.0)

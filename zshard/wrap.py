@@ -301,8 +301,12 @@ def _before_load_state_dict(
             flat.before_write()  # here: of an error in a copy_ torch makes a RuntimeError
 
 
-def schedule_of(model: nn.Module) -> Schedule:
+def schedule_of(model: nn.Module, or_pass: str = "") -> Schedule:
     """The schedule of a wrapped model.
+
+    Args:
+        model: what a script passed.
+        or_pass: what else the caller takes in place of a part of a model, for the error.
 
     Raises:
         WrapError: if ``model`` is not the module that zshard.wrap was given.
@@ -313,5 +317,6 @@ def schedule_of(model: nn.Module) -> Schedule:
     if not isinstance(schedule, Schedule):
         part = any(isinstance(param, Sharded) for param in model.parameters())
         what = "a part of a wrapped model" if part else "not wrapped"
-        raise WrapError(f"this {type(model).__name__} is {what}; pass zshard.wrap's result")
+        remedy = f"pass zshard.wrap's result{or_pass if part else ''}"
+        raise WrapError(f"this {type(model).__name__} is {what}; {remedy}")
     return schedule

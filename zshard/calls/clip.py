@@ -64,7 +64,7 @@ def clip_grad_norm_(
         tensor(9.4868)
     """
     if isinstance(model_or_params, nn.Module):
-        schedule = schedule_of(model_or_params)
+        schedule = schedule_of(model_or_params, ", or the part's parameters()")
         params = schedule.parameters()
     elif listed := _listed(model_or_params):
         schedule, params = _of_one_model(listed)
