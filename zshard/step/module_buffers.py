@@ -33,12 +33,8 @@ class ModuleBuffers:
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]], comm: Comm) -> None:
         self._comm = comm
-        # Of each. Modules may put other tensors in place of their buffers, but seldom get their
-        # first later.
-        self._modules = {
-            unit: [(n, m) for n, m in top.named_modules(prefix=unit) if m._buffers]
-            for unit, top in units
-        }
+        # Of each, all: a module may get its first buffer later.
+        self._modules = {unit: list(top.named_modules(prefix=unit)) for unit, top in units}
         # Those with buffers that a forward since the last broadcast may have written to unnoticed;
         # and of all, what their buffers were then. (Several units may have one of them.)
         self._trained: set[nn.Module] = set()
@@ -52,7 +48,7 @@ class ModuleBuffers:
         """
         if self._comm.world_size == 1:
             return False
-        modules = [module for _, module in self._modules[within]]
+        modules = [module for _, module in self._with_buffers(within)]
         self._trained.update(module for module in modules if _trains(module))
         return any(
             module in self._trained or _states(module) != self._seen.get(module, [])
@@ -71,7 +67,7 @@ class ModuleBuffers:
             MismatchError: on every rank, if the buffers differ in name, shape or dtype.
         """
         tag = Tag(step, "broadcast", "root", "buffers")
-        modules = self._modules[within]
+        modules = self._with_buffers(within)
         # By name, as ranks may have registered them in different orders.
         named = sorted(persistent_buffers(modules), key=lambda item: item[0])
         own = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]
@@ -100,6 +96,9 @@ class ModuleBuffers:
                 begin = end
         self._trained.difference_update(module for _, module in modules if not _trains(module))
         self._seen.update((module, _states(module)) for _, module in modules)
+
+    def _with_buffers(self, within: str) -> list[tuple[str, nn.Module]]:
+        return [(name, module) for name, module in self._modules[within] if module._buffers]
 
 
 def _states(module: nn.Module) -> list[_State]:
