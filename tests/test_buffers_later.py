@@ -1,4 +1,4 @@
-"""A module's first persistent buffer, registered after wrap: every rank has that of the first."""
+"""A module's first persistent buffer, registered after wrap, and its last, deleted again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def registered_later(rank: int, world_size: int) -> None:
     block.seen = torch.ones(3 + rank)
     with pytest.raises(zshard.MismatchError, match=r"blocks\.1\.seen"):
         one_step(model, rank, 2)
-    del block.seen
+    if rank == 1:
+        del block.seen
+    with pytest.raises(zshard.MismatchError, match=r"blocks\.1\.seen"):
+        one_step(model, rank, 2)
+    if rank == 0:
+        del block.seen
     assert torch.equal(one_step(model, rank, 0), before)
 
 

@@ -98,7 +98,9 @@ class ModuleBuffers:
         self._seen.update((module, _states(module)) for _, module in modules)
 
     def _with_buffers(self, within: str) -> list[tuple[str, nn.Module]]:
-        return [(name, module) for name, module in self._modules[within] if module._buffers]
+        """Those that have any, or had: a rank may have lost its own."""
+        everyone = self._modules[within]
+        return [(name, each) for name, each in everyone if each._buffers or each in self._seen]
 
 
 def _states(module: nn.Module) -> list[_State]:
