@@ -76,8 +76,13 @@ class ModuleBuffers:
             everyone = self._comm.all_gather_object(own, tag)
             facts: list[set[str]] = [set(each) for each in everyone]  # type: ignore[call-overload]
             differing = sorted(set[str]().union(*facts) - facts[0].intersection(*facts))
+            places = [[at for at, its in enumerate(facts) if each in its] for each in differing]
+            found = [
+                f"{each} on {self._comm.names(at)}"
+                for each, at in zip(differing, places, strict=True)
+            ]
             raise MismatchError(
-                f"persistent buffers differ between ranks: {', '.join(differing[:4])}. They are "
+                f"persistent buffers differ between ranks: {', '.join(found[:4])}. They are "
                 "part of the model's state and the same on every rank; register what depends on a "
                 "rank's batch with persistent=False."
             )
