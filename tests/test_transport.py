@@ -90,7 +90,22 @@ def said_of(rank: int, world_size: int, variable: str, comm: str) -> str:
 def test_ranks_that_ask_for_different_transports_are_refused_on_every_rank() -> None:
     for said in run_ranks(said_of, 2, "group", "auto"):
         assert said.startswith("MismatchError: the ranks ask for different transports")
-        assert "('auto', 'group')" in said
+        assert "comm='auto' on ranks [0]; 'group' on ranks [1]." in said
+
+
+def asks_in_a_part(rank: int, world_size: int) -> str:
+    part = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return ""
+    comm = "group" if rank == 1 else "peer"
+    with pytest.raises(zshard.MismatchError) as raised:
+        zshard.wrap(models.build("odd_parameters"), mesh=part, comm=comm)
+    return str(raised.value)
+
+
+def test_ranks_of_a_part_that_ask_for_different_transports_are_told_by_their_own_numbers() -> None:
+    for said in run_ranks(asks_in_a_part, 4)[1::2]:
+        assert "comm='group' on ranks [1]; 'peer' on ranks [3]." in said
 
 
 def test_a_variable_that_names_no_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +156,7 @@ def asks_in_one_replica(rank: int, world_size: int) -> str:
 @pytest.mark.usefixtures("auto")
 def test_replicas_that_ask_for_different_transports_are_refused_on_every_rank() -> None:
     for said in run_ranks(asks_in_one_replica, 4, timeout=30):
-        assert "comm=('auto', 'auto', 'group', 'group'), by rank" in said
+        assert "comm='auto' on ranks [0, 1]; 'group' on ranks [2, 3]." in said
 
 
 MISTAKES = {

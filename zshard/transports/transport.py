@@ -89,16 +89,24 @@ def agree_on_transport(
         MismatchError: on every rank, if they ask for different meshes or transports.
     """
     raise_together(failure, [offer.refusal for offer in offers], global_ranks)
-    if len(shapes := {offer.mesh for offer in offers}) > 1:
+    if len(meshes := _by_value([offer.mesh for offer in offers], global_ranks)) > 1:
         raise MismatchError(
-            f"the ranks wrap over different meshes, (replicate, shard): {sorted(shapes)}. Pass the "
-            "same on all."
+            "the ranks wrap over different meshes, (replicate, shard): "
+            f"{'; '.join(meshes)}. Pass the same on all."
         )
-    asked = tuple(offer.transport for offer in offers)
-    if len(set(asked)) > 1:
+    if len(asked := _by_value([offer.transport for offer in offers], global_ranks)) > 1:
         raise MismatchError(
-            f"the ranks ask for different transports: comm={asked}, by rank. Pass the same on all."
+            f"the ranks ask for different transports: comm={'; '.join(asked)}. Pass the same on "
+            "all."
         )
+
+
+def _by_value(values: Sequence[object], global_ranks: Sequence[int]) -> list[str]:
+    """The different ones among ``values`` of every rank, each with the ranks that it is of."""
+    found: dict[object, list[int]] = {}
+    for rank, value in zip(global_ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return [f"{value!r} on ranks {ranks}" for value, ranks in found.items()]
 
 
 def share_memory(tokens: Iterable[str]) -> bool:
