@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -54,3 +56,13 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor) and not isinstance(leaf, zshard.param.Sharded)
         ]
         return {storage._cdata: storage for storage in storages}
+
+
+def peak_of(step: Callable[[], None]) -> int:
+    """The most bytes that the third of three steps has alive at once."""
+    step()
+    step()
+    gc.collect()
+    with LiveBytes() as live:
+        step()
+    return live.peak

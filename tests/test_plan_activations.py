@@ -15,7 +15,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from live_bytes import LiveBytes
+from live_bytes import LiveBytes, peak_of
 from ranks import run_ranks
 from torch import nn
 
@@ -127,12 +127,7 @@ def test_outputs_in_containers_live_no_longer_than_the_plain_models() -> None:
         loss.backward()
         model.zero_grad()
 
-    step()
-    step()
-    gc.collect()
-    with LiveBytes() as live:
-        step()
-    assert live.peak == planned.activations.bytes
+    assert peak_of(step) == planned.activations.bytes
 
 
 def all_peaks(rank: int, size: int, strategies: tuple[str, ...]) -> list[Measured]:

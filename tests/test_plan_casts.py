@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import pytest
 import torch
-from live_bytes import LiveBytes
+from live_bytes import peak_of
 from torch import nn
 
 import zshard
@@ -73,12 +72,7 @@ def measured(build: Callable[[], nn.Module], precision: zshard.Precision, x: tor
         model(x)["out"].float().mean().backward()
         model.zero_grad()
 
-    step()
-    step()
-    gc.collect()
-    with LiveBytes() as live:
-        step()
-    return live.peak
+    return peak_of(step)
 
 
 @pytest.mark.parametrize("build", [Wide, Frozen, Within, Hooked])
