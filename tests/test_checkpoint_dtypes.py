@@ -1,0 +1,88 @@
+"""In which dtypes states of optimizers come back, where that of their parameter is another now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zshard
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+@pytest.mark.parametrize("ignored", [True, False], ids=["from_ignored", "into_ignored"])
+def test_states_follow_the_dtype_of_a_parameter_that_is_ignored_or_no_longer(
+    tmp_path: Path, ignored: bool, kind: str
+) -> None:
+    def trained(ignored: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = zshard.wrap(nn.Linear(4, 3).bfloat16(), ignored=["bias"] if ignored else None)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, foreach=False)
+        step(model, optimizer)
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.randn(2, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Those of the bias, fp32 or (of an ignored one) bf16."""
+        state = optimizer.state[model.bias]
+        found = [value for key, value in sorted(state.items()) if key != "step"]
+        return [getattr(value, "local", value) for value in found]
+
+    model, optimizer = trained(ignored)
+    step(model, optimizer)
+    zshard.save(tmp_path / "a", model, optimizer)
+    expected = sums(model, optimizer)
+    model, optimizer = trained(not ignored)
+    zshard.load(tmp_path / "a", model, optimizer)
+    wanted = torch.float32 if ignored else torch.bfloat16
+    for value, of_old in zip(sums(model, optimizer), expected, strict=True):
+        assert value.dtype == wanted != of_old.dtype
+        assert torch.equal(value, of_old.to(wanted))
+    step(model, optimizer)
+
+
+class Exact(torch.optim.Optimizer):
+    """Sums gradients in fp32, whatever the parameter's dtype is."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["sum"] = torch.zeros_like(param, dtype=torch.float32)
+            state["sum"].add_(param.grad.float())
+            param.add_(state["sum"].to(param.dtype), alpha=-0.1)
+
+
+def test_states_that_another_librarys_optimizer_keeps_in_fp32_are_not_rounded(
+    tmp_path: Path,
+) -> None:
+    def trained(ignored: bool) -> tuple[nn.Module, Exact]:
+        torch.manual_seed(0)
+        precision = zshard.Precision(reduce=torch.float32)
+        model = nn.Linear(4, 3).bfloat16()
+        zshard.wrap(model, ignored=["bias"] if ignored else None, precision=precision)
+        optimizer = Exact(model.parameters())
+        for scale in (1.0, 1e-3):
+            (model(torch.ones(1, 4).bfloat16()).sum() * scale).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(ignored=False)
+    expected = optimizer.state[model.bias]["sum"].local.clone()
+    assert not torch.equal(expected, expected.bfloat16().float())
+    zshard.save(tmp_path / "a", model, optimizer)
+    model, optimizer = trained(ignored=True)
+    zshard.load(tmp_path / "a", model, optimizer)
+    assert torch.equal(optimizer.state[model.bias]["sum"], expected)
