@@ -86,3 +86,33 @@ def test_states_that_another_librarys_optimizer_keeps_in_fp32_are_not_rounded(
     model, optimizer = trained(ignored=True)
     zshard.load(tmp_path / "a", model, optimizer)
     assert torch.equal(optimizer.state[model.bias]["sum"], expected)
+
+
+class Averages(torch.optim.Optimizer):
+    """Keeps the mean of gradients in the parameter's dtype, as most libraries' optimizers do."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+            mean.mul_(0.9).add_(param.grad, alpha=0.1)
+            param.add_(mean, alpha=-0.1)
+
+
+def test_states_of_another_librarys_optimizer_get_the_precision_of_a_master(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3).bfloat16()
+    precision = zshard.Precision(reduce=torch.float32)
+    zshard.wrap(model, ignored=["bias"], precision=precision)
+    optimizer = Averages(model.parameters())
+    model(torch.ones(1, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    expected = optimizer.state[model.bias]["mean"].float()
+    zshard.save(tmp_path / "a", model, optimizer)
+    model = zshard.wrap(nn.Linear(4, 3).bfloat16(), precision=precision)
+    optimizer = Averages(model.parameters())
+    zshard.load(tmp_path / "a", model, optimizer)
+    mean = optimizer.state[model.bias]["mean"].local
+    assert mean.dtype == torch.float32 and torch.equal(mean[:3], expected)

@@ -146,9 +146,13 @@ def _state(
             stored = saved.tensors["optimizer"][str(entry["tensor"])]
             # What is in the parameter's dtype (its master's) follows that, as torch has it: it is
             # another where a bf16 parameter is ignored now, and was not then, or the other way.
-            # Another library's may be fp32 for every parameter, and is not to be rounded.
-            follows = stored.torch_dtype == _updated_dtype(saved, key) and _is_known(optimizer)
-            dtype = _dtype_now(param) if follows else stored.torch_dtype
+            # Another library's may be fp32 for every parameter, and is not to be rounded; in a
+            # wider dtype it has the same value, and goes on in the precision of the master.
+            was, wanted = stored.torch_dtype, _dtype_now(param)
+            follows = was == _updated_dtype(saved, key) and (
+                torch.promote_types(was, wanted) == wanted or _is_known(optimizer)
+            )
+            dtype = wanted if follows else was
             value = before if torch.is_tensor(before) else _empty_state(param, dtype)
         # torch.optim's state of a 0-d parameter is 0-d, that of zshard's optimizers 1-D.
         alike = is_scalar(before) == scalar or param.ndim == 0
