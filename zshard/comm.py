@@ -67,7 +67,7 @@ class Comm:
         self.replicas = ranks_of(replicas, device)  # the ranks that hold the same shard (HSDP)
         # torch.distributed's numbers of all ranks, by `world_rank`; errors name ranks by them.
         self.global_ranks = global_ranks
-        # Its text, without axes of one rank: models that have it in common meet each other.
+        # The mesh as text, without axes of one rank: models that have it in common meet each other.
         sizes = [each.size for each in self.axes[::-1]]
         self.mesh = str(torch.tensor(global_ranks, device="cpu").view(sizes).tolist())
         world = dist.group.WORLD  # the default group; None without one

@@ -211,8 +211,8 @@ class Meetings:
                 refuse_but_who_left(comm, label, mine, messages)
 
 
-# By ``Comm.mesh``, as long as the default group lives: in the next one a process that
-# takes the place of another has wrapped fewer models.
+# By ``Comm.mesh``, as long as the default group lives: in the next one a process that takes the
+# place of another has wrapped fewer models.
 _MEETINGS: WeakKeyDictionary[dist.ProcessGroup, dict[str, Meetings]] = WeakKeyDictionary()
 
 
