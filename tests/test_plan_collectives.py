@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import zshard
 
@@ -77,13 +78,69 @@ def compare_units(rank: int, size: int) -> None:
             with zshard.trace(model) as recorded:
                 model(x).sum().backward()
             model.zero_grad()
-        gathers = Counter(event.unit for event in recorded.events if event.phase == "gather")
-        alike = [each for each in planned.collectives if each.op == "all_gather"]
-        assert {each.unit: each.count for each in alike} == gathers, way
+        assert gathers_of(planned) == traced(recorded), way
+
+
+def traced(recorded: zshard.Trace) -> Counter[str]:
+    """How often each unit was gathered."""
+    return Counter(event.unit for event in recorded.events if event.phase == "gather")
+
+
+def gathers_of(planned: zshard.Plan) -> dict[str, int]:
+    """How often each unit is gathered."""
+    return {each.unit: each.count for each in planned.collectives if each.op == "all_gather"}
 
 
 def test_calls_of_a_unit_in_a_row_are_gathered_for_once_in_backward_alone() -> None:
     run_ranks(compare_units, 2, timeout=120)
+
+
+class Recomputed(nn.Module):
+    """Five blocks, some with two layers inside, of which more than one are recomputed at a time."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.inlet = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh()) for _ in range(5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        if self.way.startswith("sequential"):
+            blocks = nn.Sequential(*self.blocks)
+            return checkpoint_sequential(blocks, 2, x, use_reentrant="not" not in self.way)
+        first, *middle, last = self.blocks
+        x = checkpoint(nn.Sequential(*middle), first(x), use_reentrant=False)
+        if self.way == "two regions":
+            return checkpoint(nn.Sequential(last, first), x, use_reentrant=False)
+        return checkpoint(nn.Sequential(last, nn.Tanh()), x, use_reentrant=False)
+
+
+def compare_recomputed(rank: int, size: int) -> None:
+    """Hold the gathers of regions against plans, in which several units push each other out."""
+    x, most = torch.ones(4, 3), 0
+    for way in ("sequential, reentrant", "sequential, not", "two regions", "one region"):
+        for prefetch, inner in ((0, False), (1, True), (2, False)):
+
+            def units(name: str, module: nn.Module, inner: bool = inner) -> bool:
+                return name.count(".") == 1 or (inner and name.endswith(".1"))
+
+            planned = zshard.plan(Recomputed(way), size, batch=x, units=units, prefetch=prefetch)
+            model = zshard.wrap(Recomputed(way), units=units, prefetch=prefetch)
+            for _ in range(3):
+                with zshard.trace(model) as recorded:
+                    model(x).sum().backward()
+                model.zero_grad()
+            assert gathers_of(planned) == traced(recorded), (way, prefetch, inner)
+            most = max(most, *gathers_of(planned).values())
+    assert most == 4  # in forward twice, once more for the second region, and for its own backward
+
+
+def test_gathers_of_units_that_are_recomputed_together_are_counted() -> None:
+    run_ranks(compare_recomputed, 2, timeout=120)
 
 
 def compare(rank: int, size: int) -> int:

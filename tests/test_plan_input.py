@@ -10,7 +10,8 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard.planning.machine import MACHINES
@@ -172,3 +173,22 @@ def test_a_plan_offers_no_precision_that_its_parameters_cannot_have(
     offered = {each.change for each in planned.alternatives()}
     assert "strategy ddp" in offered and not offered & {"bf16 compute", "split master"}
     assert "strategy ddp" in str(planned)
+
+
+class Checkpointed(nn.Module):
+    """All of it in a reentrant checkpoint, which has a backward only for an input with gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_batch_that_takes_gradients_does_so_in_a_plan() -> None:
+    with pytest.raises(zshard.InputError, match="there is no backward"):
+        zshard.plan(Checkpointed(), 2, batch=torch.ones(4, 3))
+    planned = zshard.plan(Checkpointed(), 2, batch=torch.ones(4, 3, requires_grad=True))
+    assert [each.op for each in planned.collectives] == ["all_gather", "reduce_scatter"]

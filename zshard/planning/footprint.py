@@ -107,9 +107,14 @@ class SharedBuffers:
     reduce: int  # of the two reduce buffers
 
 
+def slot_bytes(flats: Sequence[FlatPlan]) -> int:
+    """What a unit takes of a full buffer; 0 where its whole parameters stay."""
+    return sum(aligned(flat.full_bytes) for flat in flats if not flat.stays)
+
+
 def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool) -> SharedBuffers:
     """What gathered units and reductions take; the root's flats come first."""
-    slots = [sum(aligned(f.full_bytes) for f in flats if not f.stays) for flats in units]
+    slots = [slot_bytes(flats) for flats in units]
     takers = sum(nbytes > 0 for nbytes in slots[1:])
     regular = min(1 + prefetch, takers) * max(slots[1:], default=0)
     return SharedBuffers(slots[0] + regular, reduce_buffers_of(chain(*units), nccl=nccl))

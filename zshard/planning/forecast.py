@@ -74,7 +74,7 @@ def _durations(
         all(flat.strategy.resident or flat.layout.world_size == 1 for flat in flats),
         machine.seconds(work.forward),
         machine.seconds(work.backward),
-        reached=work.returns > 0,
+        reached=work.reached,
         pack=sum(flat.pack_bytes for flat in trained) / machine.memory,
         sum=sum(flat.sum_bytes(nccl=nccl) for flat in trained) / machine.memory,
         **sent,

@@ -41,7 +41,12 @@ def inputs_of(batch: BatchLike, model: nn.Module) -> _Inputs:
 
 
 def _fake(value: object) -> object:
-    return tree_map(lambda v: like(v, v.dtype) if isinstance(v, Tensor) else v, value)
+    def fake(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return like(leaf, leaf.dtype).requires_grad_(leaf.requires_grad)
+
+    return tree_map(fake, value)
 
 
 def _cross_entropy(tokens: Tensor, output: object) -> Tensor:

@@ -25,8 +25,10 @@ from .footprint import (
     buffers_of,
     collectives_of,
     reduce_buffers_of,
+    slot_bytes,
 )
 from .forecast import forecast
+from .gathers import gathers_of
 from .inputs import BatchLike
 from .machine import Link, Machine
 from .models import model_of
@@ -71,7 +73,7 @@ def plan(
         strategy, units, precision, prefetch: as for ``wrap``.
         optimizer: "adamw", "adam", "momentum" (SGD with it) or "sgd".
         batch: of a rank: (sequences, tokens) for a language model; or the model's inputs, a tensor,
-            a tuple of them or a dict, whose values do not matter.
+            a tuple of them or a dict, whose values do not matter (``requires_grad`` does).
         checkpointing: recompute every unit but the root in backward. What the model recomputes by
             itself counts in any case.
         activations: bytes that a rank's activations take at the peak, where there is no batch.
@@ -146,15 +148,13 @@ class _Planner:
         rehearsal = self._rehearse(setup)
         flats = [self._flats(spec, setup) for spec in self._specs]
         states = OPTIMIZERS[setup.optimizer]
+        gathers = self._gathers(rehearsal, flats, setup)
         units: list[UnitPlan] = []
         sent: list[Collective] = []
         for index, (spec, own) in enumerate(zip(self._specs, flats, strict=True)):
-            if rehearsal is not None:
-                kept, gathers = rehearsal.units[index].kept, rehearsal.gathers(index)
-            else:  # as if every unit were called once, in order; see ``Rehearsal.gathers``
-                kept, gathers = 0, 1 if index in (0, len(self._specs) - 1) else 2
+            kept = 0 if rehearsal is None else rehearsal.units[index].kept
             units.append(self._unit(spec, own, states, kept))
-            sent += collectives_of(spec.label, own, gathers)
+            sent += collectives_of(spec.label, own, gathers[index])
         line = None
         if timed and rehearsal is not None and self._machine is not None:
             line = forecast(
@@ -180,6 +180,16 @@ class _Planner:
             hbm=self._hbm,
             _again=self.plan,
         )
+
+    def _gathers(
+        self, rehearsal: Rehearsal | None, flats: list[list[FlatPlan]], setup: Setup
+    ) -> list[int]:
+        """How often each unit is gathered in a step, where whole parameters do not stay."""
+        if rehearsal is None:  # as if every unit were called once, in order; the last one stays
+            return [1, *[2] * (len(flats) - 2), 1][-len(flats) :]
+        parents = [spec.parent for spec in self._specs]
+        in_slots = [slot_bytes(each) > 0 for each in flats]
+        return gathers_of(rehearsal.happenings, parents, in_slots, setup.prefetch)
 
     def _unit(self, spec: UnitSpec, flats: list[FlatPlan], states: int, kept: int) -> UnitPlan:
         return UnitPlan(

@@ -26,6 +26,7 @@ from ..containers import cast_floating, tensors_in
 from ..errors import InputError
 from ..precision import Precision
 from ..unitmap import UnitSpec, flat_groups
+from .gathers import Event, Happening
 from .inputs import BatchLike, inputs_of, like
 from .untouched import untouched
 from .work import Work, call_of
@@ -37,8 +38,7 @@ class UnitWork:
 
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)  # recomputation included
-    calls: int = 0  # of its forward, each gathered for itself
-    returns: int = 0  # how often backward comes to it where it does not stay from the last time
+    reached: bool = False  # by backward
     kept: int = 0  # bytes alive after forward that were not before: for backward, and the output
 
 
@@ -52,23 +52,14 @@ class Rehearsal:
             batch, and gradients that are not packed yet.
         at: when that is, a phase and a unit ("backward blocks.3").
         order: the units that forward comes to, in its order, the root first.
+        happenings: what the step came to, for ``gathers_of``.
     """
 
     activations: int
     at: str
     units: tuple[UnitWork, ...]
     order: tuple[int, ...]
-    kept: int | None  # the unit that stays gathered between forward and backward
-
-    def gathers(self, index: int) -> int:
-        """How often a unit is gathered in a step, where whole parameters do not stay.
-
-        The root once, others for each call, and for backward of it unless that comes to several
-        calls in a row; but the unit that was called last stays in between.
-        """
-        unit = self.units[index]
-        stays = index == self.kept and unit.returns > 0
-        return 1 if index == 0 else unit.calls + unit.returns - stays
+    happenings: tuple[Happening, ...]
 
     @property
     def flops(self) -> int:
@@ -137,8 +128,7 @@ class Meter(TorchDispatchMode):
         self._specs = specs
         self._work = [UnitWork() for _ in specs]
         self._order: list[int] = []
-        self._kept: int | None = None  # the unit that forward leaves gathered, as far as it is
-        self._gathered: set[int] = set()  # that backward has come to, and has not freed yet
+        self._happenings: list[Happening] = []
         self._inside = [0]  # the units whose modules are being called; the root encloses all
         self._backward = False
         self._alive: dict[int, weakref.ref[Any]] = {}  # storages, by their address
@@ -160,6 +150,7 @@ class Meter(TorchDispatchMode):
     def begin_backward(self) -> None:
         """Attribute what follows to backward."""
         self._backward, self._inside = True, [0]
+        self._happenings.append(Happening(Event.BACKWARD, 0))
 
     def result(self) -> Rehearsal:
         """What was counted."""
@@ -169,7 +160,7 @@ class Meter(TorchDispatchMode):
         for work in self._work:  # where an output does not outlive the unit around it
             work.kept = max(work.kept, 0)
         order = tuple(dict.fromkeys(self._order))
-        return Rehearsal(self._peak, self._at, tuple(self._work), order, self._kept)
+        return Rehearsal(self._peak, self._at, tuple(self._work), order, tuple(self._happenings))
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
@@ -210,34 +201,41 @@ class Meter(TorchDispatchMode):
         trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         missing = {id(leaf) for leaf in trained}
 
+        under_way = 0  # calls of the module, which may call itself: a part of the call around it
+
+        def happen(event: Event) -> None:
+            if index > 0 and under_way <= 1:  # the root stays until all is over
+                self._happenings.append(Happening(event, index))
+
         def before(module: nn.Module, args: object) -> None:
+            nonlocal under_way
+            under_way += 1
             self._inside.append(index)
+            happen(Event.AGAIN if self._backward else Event.FORWARD)
             if not self._backward:
-                self._work[index].calls += 1
-                self._kept = None
                 self._order.append(index)
                 self._work[index].kept -= self._bytes
 
         def after(module: nn.Module, args: object, output: object) -> None:
+            nonlocal under_way
             self._inside.pop()
-            if not self._backward:
+            watched = [each for each in tensors_in(output) if each.requires_grad]
+            if self._backward:
+                happen(Event.OUTPUT_AGAIN)
+            else:
                 self._work[index].kept += self._bytes
-            returned = False
+                happen(Event.OUTPUT if watched else Event.OUTPUT_APART)
+            under_way -= 1
 
             def reached(inner: bool, grad: Tensor) -> None:
-                nonlocal returned
-                if not returned:
-                    self._come_to(index)
-                returned = True
+                happen(Event.REACHED)
+                self._work[index].reached = True
                 if not inner:  # else it is the output of a unit inside, which has computed it
                     self._inside = [0, index]
 
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    if not self._backward and index > 0:
-                        self._kept = index
-                    tensor.register_hook(partial(reached, tensor in self._outputs))  # type: ignore[no-untyped-call]
-                    self._outputs[tensor] = True
+            for tensor in watched:
+                tensor.register_hook(partial(reached, tensor in self._outputs))  # type: ignore[no-untyped-call]
+                self._outputs[tensor] = True
 
         def arrived(leaf: Tensor) -> None:
             missing.discard(id(leaf))
@@ -245,12 +243,13 @@ class Meter(TorchDispatchMode):
                 for each in trained:
                     each.grad = None
                 self._inside = [0]
+                missing.update(id(each) for each in trained)  # they may come once more
                 if len(trained) == len(leaves):  # else a node may yet read a frozen weight
-                    self._gathered.discard(index)
+                    happen(Event.COMPLETE)
 
         handles = [
             spec.module.register_forward_pre_hook(before, prepend=True),
-            spec.module.register_forward_hook(after),
+            spec.module.register_forward_hook(after, always_call=True),
             *(each.register_post_accumulate_grad_hook(arrived) for each in trained),  # type: ignore[no-untyped-call]
         ]
         try:
@@ -258,18 +257,6 @@ class Meter(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _come_to(self, index: int) -> None:
-        """Note that backward of a unit begins, which frees all but those around it and inside."""
-        self._work[index].returns += index not in self._gathered
-        around = self._around(index)
-        self._gathered = {i for i in self._gathered if i in around or index in self._around(i)}
-        self._gathered.add(index)
-
-    def _around(self, index: int) -> set[int]:
-        """The units that enclose a unit, and itself."""
-        parent = self._specs[index].parent
-        return {index} | (set() if parent is None else self._around(parent))
 
 
 def _set_fake_parameters(model: nn.Module, specs: Sequence[UnitSpec], precision: Precision) -> None:
