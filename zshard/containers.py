@@ -77,12 +77,10 @@ _PLAIN = frozenset((type(None), str, int, float, bool, bytes))
 
 
 def _items_of(value: object) -> Iterable[object]:
-    if isinstance(value, (tuple, list, set, frozenset, deque)):
+    if isinstance(value, (tuple, list, set, frozenset, deque, ValuesView)):
         return value
     if isinstance(value, Mapping):
         return value.values()
-    if isinstance(value, ValuesView):
-        return value
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     return [*getattr(value, "__dict__", {}).values(), *_slots_of(value)]
