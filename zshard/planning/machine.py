@@ -121,15 +121,12 @@ class Machine:
         return sum(self._call(call) * count for call, count in work.items())
 
     def _call(self, call: Call) -> float:
-        computing = 0.0
-        if call.kind != "pointwise":
-            rates = self.flops
-            rate = rates.get(call.dtype, rates["float32"])
-            if call.kind == "attention":
-                rate = rates.get(f"attention {call.dtype}", rate)
-            computing = call.flops / rate
-        rate = self.pointwise if call.kind == "pointwise" else self.memory
-        return max(computing, call.bytes / rate, self.call)
+        if call.kind == "pointwise":
+            return max(call.bytes / self.pointwise, self.call)
+        rate = self.flops.get(call.dtype, self.flops["float32"])
+        if call.kind == "attention":
+            rate = self.flops.get(f"attention {call.dtype}", rate)
+        return max(call.flops / rate, call.bytes / self.memory, self.call)
 
     def links(self, world_size: int) -> tuple[Link, Link]:
         """What carries all-gathers, and reductions, among that many ranks."""

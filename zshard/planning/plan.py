@@ -14,12 +14,7 @@ from ..strategy import Choice, zero_name
 from ..transports.transport import Transport, require_transport
 from .check import check
 from .fit import Alternative, Fit, alternatives, fit
-from .footprint import (
-    OPTIMIZERS,
-    Collective,
-    Holding,
-    SharedBuffers,
-)
+from .footprint import OPTIMIZERS, Collective, Holding, SharedBuffers
 from .machine import Machine
 from .timeline import Timeline
 
