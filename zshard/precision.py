@@ -9,7 +9,7 @@ import torch
 
 from .errors import InputError
 
-_WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that zshard shards
 
 
 class Dtypes(NamedTuple):
@@ -65,8 +65,8 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("compute", "reduce", "output"):
             dtype = getattr(self, field)
-            if dtype is not None and dtype not in _WIRE:
-                names = ", ".join(str(d) for d in _WIRE)
+            if dtype is not None and dtype not in FLOATS:
+                names = ", ".join(str(d) for d in FLOATS)
                 raise InputError(f"Precision({field}={dtype!r}): expected None or one of {names}")
         if self.master not in ("fp32", "split"):
             raise InputError(f"Precision(master={self.master!r}): expected 'fp32' or 'split'")

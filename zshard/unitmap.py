@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from .attributes import reserved_attributes
 from .errors import InputError, WrapError
-from .precision import Dtypes, Precision
+from .precision import FLOATS, Dtypes, Precision
 
 Units = (
     str
@@ -257,7 +257,7 @@ def check_kinds(specs: Sequence[UnitSpec]) -> None:
                     f"{owned.name} is sparse ({param.layout}), and a shard is a run of elements. "
                     "Name it in ignored=[...] to leave it whole."
                 )
-            if param.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            if param.dtype not in FLOATS:
                 raise WrapError(
                     f"{owned.name} has dtype {param.dtype}; zshard shards float32, bfloat16, "
                     "float16 and float64. Name it in ignored=[...] to leave it whole."
