@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..comm import Comm
 from ..errors import InputError
 from ..param import Sharded
+from ..sharded.operators import operator
 from ..tag import Tag
 from ..units.storage import storage_of
 
@@ -56,22 +57,22 @@ class Guard(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if not func._schema.is_mutable:
+        op = operator(func)
+        if not op.mutable:
             return func(*args, **kwargs)
         for tensor in tree_leaves((args, kwargs)):
-            if (name := self._elsewhere(tensor)) is not None:
+            if (elsewhere := self._elsewhere(tensor)) is not None:
                 raise InputError(
-                    f"{func._schema.name} in init_fn uses {name}, which is not whole now: it is of "
+                    f"{op.name} in init_fn uses {elsewhere}, which is not whole now: it is of "
                     "another unit than the module that init_fn was called with. Use what that "
                     "module owns, or make the two one unit (zshard.wrap(units=...))."
                 )
         result = func(*args, **kwargs)
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in tree_leaves(value):
-                    if isinstance(tensor, torch.Tensor):
-                        self._unwritten.pop(storage_of(tensor), None)
+        for position, name in op.written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    self._unwritten.pop(storage_of(tensor), None)
         return result
 
     def _elsewhere(self, value: object) -> str | None:
