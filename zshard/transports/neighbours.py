@@ -68,21 +68,22 @@ class Neighbours(Standing):
             if len(self._texts) == _TEXTS:
                 self._texts.clear()
             self._texts[key] = text
-        self._write_note(b"%b%b\0" % (text, tag.when.encode()))
+        self._write_note(text + tag.when.encode())
 
     def _write_note(self, text: bytes) -> None:
         if not self.failed:
+            text = text[: _NOTE_BYTES - 1] + b"\0"
             self._note[: len(text)] = text
 
     def _note_anew(self, text: str) -> None:
         """Publish that this rank has given up, as ``text`` says, or with "" that it has not."""
         self.failed = ""
-        self._write_note(text.encode()[: _NOTE_BYTES - 1] + b"\0")
+        self._write_note(text.encode())
         self.failed = text.lstrip(_FAILED)
 
     def give_up(self, why: str) -> None:
         """Tell the others, from now on, that this rank takes part no longer."""
-        self._write_note((_FAILED + why).encode()[: _NOTE_BYTES - 1] + b"\0")
+        self._write_note((_FAILED + why).encode())
         super().give_up(why)
 
     def _noted(self, rank: int) -> str:
