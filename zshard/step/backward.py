@@ -138,8 +138,6 @@ class Backward:
             there_already = [flat.grads.present for flat in self._reducer.all_flats]
             what, updates = "which gradients a backward adds to", self._schedule.updates
             updates.note_many(what, there_already, of_gradients=True)
-        else:
-            self._reducer.read_outcome()  # where gradients are kept depends on what is there
         self._finish_at_the_end()
 
     def _about(self, first: str, forward: Forward | None) -> str:

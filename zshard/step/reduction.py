@@ -97,8 +97,7 @@ class Reducer:
     # --- one backward ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a backward: what the last one left lazy is read."""
-        self.read_outcome()
+        """Begin a backward; the outcome of the last one has been read."""
         self._present.clear()
 
     def finish(self, tag: Tag, ending: Ending) -> None:
