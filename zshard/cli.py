@@ -28,6 +28,7 @@ from .training.launch import BAD_INPUT, LOST_PEER, InterruptedJob, choose_ranks,
 from .training.options import TrainOptions, resolve
 from .training.output import check_output
 from .training.steptrace import make_folder
+from .training.train import train
 from .training.trainplan import plan_of
 
 _FAILED = 1  # exit status
@@ -152,8 +153,6 @@ def _train(given: dict[str, object], arguments: Sequence[str], place: Place | No
         raise InputError(
             f"--ranks {given['ranks']}: this job was started with {place.world_size} ranks"
         )
-    from .training.train import train
-
     return train(options, place)
 
 
