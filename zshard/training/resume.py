@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from ..checkpoint import latest
 from ..checkpoint.catalogue import RUN_FOLDER
@@ -86,7 +85,7 @@ def _progress(path: Path, extra: Json) -> Progress:
         )
     fields = {key: value for key, value in extra.items() if key != "program"}
     try:
-        return Progress(**cast("dict[str, int]", fields))  # type: ignore[arg-type]
+        return Progress(**fields)  # type: ignore[arg-type]
     except TypeError as error:
         raise InputError(
             f"--resume {path}: saved by another version of zshard, which noted "
