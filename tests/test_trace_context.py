@@ -19,7 +19,7 @@ from traced import bytes_by_op, check, trained
 
 import zshard
 from zshard.tag import Tag
-from zshard.tracing.trace import Event
+from zshard.tracing.records import Event
 from zshard.unit import Unit
 from zshard.wrap import schedule_of
 

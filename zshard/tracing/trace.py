@@ -22,8 +22,6 @@ from .records import Event, Stall, Transfer
 if TYPE_CHECKING:
     from .summary import Summary
 
-__all__ = ["Event", "Stall", "Trace", "Transfer"]
-
 
 class Trace:
     """What one rank did during ``zshard.trace``; see [Note: what a trace holds].
