@@ -16,7 +16,8 @@ left. What comes next is known from the last time, see [Note: one agreed order].
     its last gradient   FullBuffer's hooks of leaves -> Unit.leaf_grad_arrived ->
                         Backward.leaf_grad_arrived: Agreement.ready -> Executor.reduce ->
                         Reducer.reduce -> PendingReduction
-    end of backward     Backward._finish -> Reducer.finish; Reducer.read_outcome where anybody asks
+    end of backward     Backward._finish -> Executor.end_reductions -> Reducer.finish;
+                        Reducer.read_outcome where anybody asks
     step                FusedOptimizer.step: Bucket -> ops.adamw_; Flat.updated; Schedule.renew
 """
 
