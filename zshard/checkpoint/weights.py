@@ -119,7 +119,8 @@ def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None)
     """Write a wrapped model's weights to a folder that others can load; every rank calls this.
 
     The folder has model.safetensors (or several files and their index) and, for a ``transformers``
-    model, its config.json and generation_config.json, so that ``from_pretrained`` loads it. It is
+    model, its config.json and generation_config.json, so that ``from_pretrained`` loads it. (Not
+    for one inside another module, as in PEFT's, under whose names it would load nothing.) It is
     written as ``save`` writes, whole or absent.
 
     Args:
@@ -174,9 +175,13 @@ class _Cast(Source):
 
 
 def _configs(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
-    """The files that ``from_pretrained`` looks for beside the weights of a transformers model."""
+    """The files that ``from_pretrained`` looks for beside the weights of a transformers model.
+
+    None of a model that only holds one, as PEFT's does: it has the other's config, but under its
+    own names ``from_pretrained`` would find no weight, and draw them all at random.
+    """
     config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_json_string"):
+    if not hasattr(config, "to_json_string") or not _is_pretrained(model):
         return {}
     content = json.loads(config.to_json_string())
     content["architectures"] = [type(model).__name__]
@@ -187,3 +192,11 @@ def _configs(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
     if generation is not None and hasattr(generation, "to_json_string"):
         texts["generation_config.json"] = generation.to_json_string().encode()
     return texts
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    """Whether ``model`` is transformers' own, by names: transformers need not be installed."""
+    return any(
+        (base.__module__.partition(".")[0], base.__name__) == ("transformers", "PreTrainedModel")
+        for base in type(model).__mro__
+    )
