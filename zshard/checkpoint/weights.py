@@ -181,7 +181,7 @@ def _configs(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
     own names ``from_pretrained`` would find no weight, and draw them all at random.
     """
     config = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string") or not _is_pretrained(model):
+    if config is None or not hasattr(config, "to_json_string") or not _is_pretrained(model):
         return {}
     content = json.loads(config.to_json_string())
     content["architectures"] = [type(model).__name__]
