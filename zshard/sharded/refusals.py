@@ -133,7 +133,8 @@ def _remedy(param: Sharded) -> str:
         return (
             f"The model's {method}() uses it outside of a forward: call zshard.method(model, "
             f"{method!r}) once, and it gathers what it computes with; or, to read or write "
-            "parameters, call it inside zshard.full_params(model), with write=True to write."
+            "parameters, call it inside zshard.full_params(model), with write=True to write. "
+            "What adds parameters, or changes their shapes, comes before zshard.wrap."
         )
     return (
         "Read it with zshard.full_param(model, name), a gradient with zshard.full_grad, or work on "
