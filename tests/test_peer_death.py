@@ -183,3 +183,37 @@ def test_a_rank_killed_in_a_replica_is_named_by_its_number_among_all(tmp_path: P
     said = (tmp_path / "2").read_text()
     assert "rank 2 of 4" in said
     assert re.search(r"rank 3 \(process \d+\) has ended", said), said
+
+
+def loses_its_replica(rank: int, world_size: int, folder: str) -> None:
+    model = zshard.wrap(
+        models.build("odd_parameters"), comm="peer", mesh=init_device_mesh("cpu", (2, 2))
+    )
+    told = Path(folder, "told")
+
+    def interpose(op: str, tag: Tag) -> None:
+        if op == "all_reduce":
+            raise RuntimeError("Connection closed by peer")  # as gloo says it
+
+    schedule_of(model).comm.interpose = interpose if rank == VICTIM else None
+    with pytest.raises(zshard.CommError) as raised:
+        for batch in models.batches("odd_parameters", 2, rank):
+            model(batch).square().mean().backward()
+            zshard.clip_grad_norm_(model, 1e-3)
+    if rank == 0:
+        told.write_text(str(raised.value))
+    if rank == VICTIM:
+        deadline = time.monotonic() + 20
+        while not told.exists() and time.monotonic() < deadline:  # it lives on, and waits for none
+            time.sleep(0.02)
+        with pytest.raises(zshard.CommError, match="cannot be brought back"):
+            zshard.reset(model)
+
+
+def test_a_rank_whose_collective_with_a_replica_has_failed_tells_those_that_share_its_memory(
+    tmp_path: Path,
+) -> None:
+    run_ranks(loses_its_replica, 4, str(tmp_path), timeout=40)
+    said = (tmp_path / "told").read_text()
+    assert re.search(r"rank 1 \(process \d+\) has left the collectives: all_reduce in", said), said
+    assert "Connection closed by peer" in said

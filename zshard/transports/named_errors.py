@@ -44,9 +44,13 @@ class NamedErrors(NamedTuple):
                     "Another rank has stopped, or runs a different model or order of units; look "
                     "at the first error among the ranks' logs."
                 )
-            raise CommError(
-                f"{self.comm.me}: {self.op} in {self.tag} failed: {error}.{ended} {cause}"
-            ) from error
+            where = f"{self.op} in {self.tag} failed"
+            if unnamed:  # those that share memory with this rank would else wait for it
+                why = f"{where}: {ended.strip().removesuffix('.') or error}"
+                for over in self.comm.axes:
+                    if over.neighbours is not None:
+                        over.neighbours.give_up(why)
+            raise CommError(f"{self.comm.me}: {where}: {error}.{ended} {cause}") from error
 
 
 def _says_out_of_memory(error: RuntimeError) -> bool:
