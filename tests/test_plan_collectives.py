@@ -123,7 +123,7 @@ def compare_recomputed(rank: int, size: int) -> None:
     """Hold the gathers of regions against plans, in which several units push each other out."""
     x, most = torch.ones(4, 3), 0
     for way in ("sequential, reentrant", "sequential, not", "two regions", "one region"):
-        for prefetch, inner in ((0, False), (1, True), (2, False)):
+        for prefetch, inner in ((0, True), (1, False), (1, True), (2, False)):
 
             def units(name: str, module: nn.Module, inner: bool = inner) -> bool:
                 return name.count(".") == 1 or (inner and name.endswith(".1"))
@@ -135,12 +135,31 @@ def compare_recomputed(rank: int, size: int) -> None:
                     model(x).sum().backward()
                 model.zero_grad()
             assert gathers_of(planned) == traced(recorded), (way, prefetch, inner)
+            taken = zshard.memory(model)["now"]["full_buffers"]
+            assert planned.to_dict()["per_rank"]["full_buffers"] == taken, (way, prefetch, inner)
             most = max(most, *gathers_of(planned).values())
     assert most == 4  # in forward twice, once more for the second region, and for its own backward
 
 
 def test_gathers_of_units_that_are_recomputed_together_are_counted() -> None:
     run_ranks(compare_recomputed, 2, timeout=120)
+
+
+@pytest.mark.parametrize(("prefetch", "slots"), [(0, 2), (1, 2), (2, 3)])
+def test_without_a_batch_a_plan_is_that_of_one_call_of_each_unit(prefetch: int, slots: int) -> None:
+    """Also where a unit is inside another one, and both are in use at the same time."""
+
+    def units(name: str, module: nn.Module) -> bool:
+        return isinstance(module, (nn.Sequential, nn.Linear))
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)))
+    model.append(nn.Linear(3, 3))
+    model[0].scale = nn.Parameter(torch.ones(()))  # around what the first has inside
+    with_one = zshard.plan(model, 2, units=units, prefetch=prefetch, batch=torch.ones(4, 3))
+    without = zshard.plan(model, 2, units=units, prefetch=prefetch)
+    assert without.collectives == with_one.collectives
+    assert without.buffers == with_one.buffers
+    assert without.buffers.full == slots * max(unit.full_buffer for unit in without.units)
 
 
 def compare(rank: int, size: int) -> int:

@@ -112,12 +112,11 @@ def slot_bytes(flats: Sequence[FlatPlan]) -> int:
     return sum(aligned(flat.full_bytes) for flat in flats if not flat.stays)
 
 
-def buffers_of(units: Sequence[Sequence[FlatPlan]], prefetch: int, *, nccl: bool) -> SharedBuffers:
-    """What gathered units and reductions take; the root's flats come first."""
-    slots = [slot_bytes(flats) for flats in units]
-    takers = sum(nbytes > 0 for nbytes in slots[1:])
-    regular = min(1 + prefetch, takers) * max(slots[1:], default=0)
-    return SharedBuffers(slots[0] + regular, reduce_buffers_of(chain(*units), nccl=nccl))
+def buffers_of(units: Sequence[Sequence[FlatPlan]], slots: int, *, nccl: bool) -> SharedBuffers:
+    """What gathered units and reductions take; the root's flats come first, in no slot."""
+    root, *inner = [slot_bytes(flats) for flats in units]
+    gathered = root + slots * max(inner, default=0)
+    return SharedBuffers(gathered, reduce_buffers_of(chain(*units), nccl=nccl))
 
 
 def reduce_buffers_of(flats: Iterable[FlatPlan], *, nccl: bool) -> int:

@@ -8,7 +8,7 @@ it: what is gathered ahead is what would be needed next.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _STEPS = 3  # until every unit has found its slot
@@ -34,22 +34,53 @@ class Happening(NamedTuple):
     unit: int
 
 
+class Gathers(NamedTuple):
+    """What a step gathers, in steady state."""
+
+    counts: list[int]  # how often, of each unit
+    slots: int  # buffers that it takes, beside the root's
+
+
 def gathers_of(
     happenings: Sequence[Happening],
     parents: Sequence[int | None],
     in_slots: Sequence[bool],
     prefetch: int,
-) -> list[int]:
-    """How often a step gathers each unit, in steady state; the root, which is first, once.
+) -> Gathers:
+    """Of a step.
 
     Args:
-        happenings: of a step, but for the root's.
-        parents: of each unit, the one around it.
+        happenings: in it, but for the root's, which is gathered once.
+        parents: of each unit, the one around it; the root is the first unit.
         in_slots: whether a unit has to be gathered; else its whole parameters stay, or it has none.
     """
     step = _Step(parents, in_slots, prefetch)
     counts = [step.run(happenings) for _ in range(_STEPS)][-1]
-    return [1, *counts[1:]]
+    return Gathers([1, *counts[1:]], step.slots)
+
+
+def one_call_each(parents: Sequence[int | None]) -> list[Happening]:
+    """A step in which forward comes to every unit once, in their order."""
+    inside: list[list[int]] = [[] for _ in parents]
+    for index, parent in enumerate(parents):
+        if parent is not None:
+            inside[parent].append(index)
+
+    def forward(index: int) -> Iterator[Happening]:
+        yield Happening(Event.FORWARD, index)
+        for each in inside[index]:
+            yield from forward(each)
+        yield Happening(Event.OUTPUT, index)
+
+    def backward(index: int) -> Iterator[Happening]:
+        yield Happening(Event.REACHED, index)
+        for each in reversed(inside[index]):
+            yield from backward(each)
+        yield Happening(Event.COMPLETE, index)
+
+    there = [happening for each in inside[0] for happening in forward(each)]
+    back = [happening for each in reversed(inside[0]) for happening in backward(each)]
+    return [*there, Happening(Event.BACKWARD, 0), *back]
 
 
 class _Unit:
@@ -78,6 +109,11 @@ class _Step:
         slots = min(1 + prefetch, sum(in_slots[1:]))
         self._owners: list[_Unit | None] = [None] * slots
         self._next = 0
+
+    @property
+    def slots(self) -> int:
+        """How many there are by now."""
+        return len(self._owners)
 
     def run(self, happenings: Sequence[Happening]) -> list[int]:
         """One step; how often it gathers each unit."""

@@ -28,7 +28,7 @@ from .footprint import (
     slot_bytes,
 )
 from .forecast import forecast
-from .gathers import gathers_of
+from .gathers import Gathers, gathers_of, one_call_each
 from .inputs import BatchLike
 from .machine import Link, Machine
 from .models import model_of
@@ -154,7 +154,7 @@ class _Planner:
         for index, (spec, own) in enumerate(zip(self._specs, flats, strict=True)):
             kept = 0 if rehearsal is None else rehearsal.units[index].kept
             units.append(self._unit(spec, own, states, kept))
-            sent += collectives_of(spec.label, own, gathers[index])
+            sent += collectives_of(spec.label, own, gathers.counts[index])
         line = None
         if timed and rehearsal is not None and self._machine is not None:
             line = forecast(
@@ -171,7 +171,7 @@ class _Planner:
             setup=setup,
             parameters=sum(unit.parameters for unit in units),
             units=tuple(units),
-            buffers=buffers_of(flats, setup.prefetch, nccl=self._nccl),
+            buffers=buffers_of(flats, gathers.slots, nccl=self._nccl),
             activations=self._activations(rehearsal),
             collectives=tuple(sent),
             machine=self._machine,
@@ -183,13 +183,11 @@ class _Planner:
 
     def _gathers(
         self, rehearsal: Rehearsal | None, flats: list[list[FlatPlan]], setup: Setup
-    ) -> list[int]:
-        """How often each unit is gathered in a step, where whole parameters do not stay."""
-        if rehearsal is None:  # as if every unit were called once, in order; the last one stays
-            return [1, *[2] * (len(flats) - 2), 1][-len(flats) :]
+    ) -> Gathers:
         parents = [spec.parent for spec in self._specs]
+        happenings = one_call_each(parents) if rehearsal is None else rehearsal.happenings
         in_slots = [slot_bytes(each) > 0 for each in flats]
-        return gathers_of(rehearsal.happenings, parents, in_slots, setup.prefetch)
+        return gathers_of(happenings, parents, in_slots, setup.prefetch)
 
     def _unit(self, spec: UnitSpec, flats: list[FlatPlan], states: int, kept: int) -> UnitPlan:
         return UnitPlan(
