@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -15,6 +16,7 @@ from training import adamw
 
 import zshard
 from zshard.calls import whole
+from zshard.units.param_site import ParamSite
 
 STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 PRECISIONS = [None, zshard.Precision.bf16(), zshard.Precision.bf16(master="split")]
@@ -260,3 +262,38 @@ def take(rank: int, world_size: int) -> list[str]:
 def test_load_state_dict_takes_this_ranks_part_of_whole_tensors(world_size: int) -> None:
     for wrong in run_ranks(take, world_size):
         assert wrong == []
+
+
+def enter_full_params(model: nn.Module) -> None:
+    with zshard.full_params(model):
+        pass
+
+
+@pytest.mark.parametrize("call", [zshard.state_dict, enter_full_params])
+def test_ctrl_c_leaves_no_module_with_what_was_lent(
+    call: Callable[[nn.Module], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes as parameters are put into the modules, and as they are put back."""
+    model = zshard.wrap(models.build("blocks"))
+    expected = zshard.state_dict(model)
+    plain, calls = ParamSite.install, 0
+
+    def interrupting(site: ParamSite, param: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        plain(site, param)
+
+    monkeypatch.setattr(ParamSite, "install", interrupting)
+    for at in range(1, 2 * len(expected) + 1):
+        calls = 0
+        with pytest.raises(KeyboardInterrupt):
+            call(model)
+        zshard.reset(model)
+        found = zshard.state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), at
+        model(models.batches("blocks", 1)[0]).sum().backward()
+    calls, at = 0, -1
+    call(model)
+    assert calls == 2 * len(expected), "every one was interrupted"

@@ -151,6 +151,11 @@ class Schedule:
         """Every sharded parameter, in the order of the units."""
         return [param for flat in self.flats for param in flat.params]
 
+    def put_sharded(self) -> None:
+        """Put the sharded parameters back into the modules, where whole ones were lent."""
+        for unit in self.units:
+            unit.put_params({flat: flat.params for flat in unit.flats})
+
     def reset(self, ending: Ending = Ending.RAISED) -> None:
         """Reshard every unit after an exception, and drop the gradients.
 

@@ -174,12 +174,20 @@ def _lent(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> Iterato
         refuse_lost_gradients(given)
         _take_replaced(schedule, wholes)
     finally:
-        schedule.whole = False
-        for each, param in zip(given, schedule.parameters(), strict=True):
-            take_out(each)
-            share_attributes(each, param)
-        for unit in schedule.units:
-            unit.put_params({flat: flat.params for flat in unit.flats})
+        try:
+            _end_loan(schedule, given)
+        except BaseException:  # Ctrl-C, which would leave modules with what was lent for good
+            _end_loan(schedule, given)
+            raise
+
+
+def _end_loan(schedule: Schedule, given: list[nn.Parameter]) -> None:
+    """Put the sharded parameters back into the modules; may be done again."""
+    schedule.whole = False
+    for each, param in zip(given, schedule.parameters(), strict=True):
+        take_out(each)
+        share_attributes(each, param)
+    schedule.put_sharded()
 
 
 def _take_replaced(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None:

@@ -81,8 +81,11 @@ def _with_parameters(
             unit.put_params(whole)
         found = model.state_dict()
     finally:
-        for unit in schedule.units:
-            unit.put_params({flat: flat.params for flat in unit.flats})
+        try:
+            schedule.put_sharded()
+        except BaseException:  # Ctrl-C, which would leave modules with these for good
+            schedule.put_sharded()
+            raise
     _own(found, [param for params in whole.values() for param in params])
     return found
 
