@@ -1,11 +1,15 @@
-"""An export of a model that holds a transformers model is not taken for that model."""
+"""An export is not taken for the transformers model inside, or whose modules were replaced."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import third_party
+import torch
 import transformers as hf
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -32,3 +36,52 @@ def test_from_pretrained_refuses_what_another_module_holds(tmp_path: Path) -> No
     assert set(load_file(tmp_path / "a/model.safetensors")) == names
     with pytest.raises((OSError, ValueError), match=r"config\.json|model_type"):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+
+
+class Adapted(nn.Module):
+    """As a LoRA layer of PEFT's: the layer that it was put around has another name now."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.low = nn.Linear(base.in_features, 2)
+        self.high = nn.Linear(2, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.high(self.low(x))
+
+
+def adapted() -> nn.Module:
+    model = third_party.llama()
+    for block in model.model.layers:
+        block.self_attn.q_proj = Adapted(block.self_attn.q_proj)
+    return model
+
+
+def compiled() -> nn.Module:
+    model = third_party.llama()
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "lost"),
+    [
+        (adapted, r"3 are not in this one \(model\.layers\.0\.self_attn\.q_proj\.weight, \.\.\.\)"),
+        (compiled, r"9 are not in this one \(model\.layers\.1\."),
+    ],
+    ids=["adapted", "compiled"],
+)
+def test_from_pretrained_draws_no_weight_in_the_place_of_one_in_a_replaced_module(
+    make: Callable[[], nn.Module], lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = torch.get_rng_state()
+    model = zshard.wrap(make())
+    torch.set_rng_state(state)
+    with caplog.at_level(logging.WARNING, "zshard"):
+        zshard.export(tmp_path / "a", model)
+    assert re.search(lost, caplog.text)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises((OSError, ValueError), match=r"config\.json|model_type"):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert zshard.load_weights(model, tmp_path / "a").missing == []

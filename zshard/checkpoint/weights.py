@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -120,8 +122,9 @@ def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None)
 
     The folder has model.safetensors (or several files and their index) and, for a ``transformers``
     model, its config.json and generation_config.json, so that ``from_pretrained`` loads it. (Not
-    for one inside another module, as in PEFT's, under whose names it would load nothing.) It is
-    written as ``save`` writes, whole or absent.
+    for one inside another module, as in PEFT's, nor for one some of whose modules were replaced, as
+    ``add_adapter`` does: under their names it would not find all weights, and draw the others at
+    random.) It is written as ``save`` writes, whole or absent.
 
     Args:
         path: a new folder, or one that ``export`` has written.
@@ -157,7 +160,8 @@ def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None)
             for name, held in contents.tensors["model"].items()
         }
         tensors = {"model": weights, "master": {}}
-        return replace(contents, tensors=tensors, exported=True, texts=_configs(model, dtype))
+        texts = _configs(model, dtype, warn=peers.world_rank == 0)
+        return replace(contents, tensors=tensors, exported=True, texts=texts)
 
     with schedule.comm.awaited(peers.what, but=(Exception,)):
         Writer(peers, agree_on(peers, take)).run()
@@ -174,14 +178,26 @@ class _Cast(Source):
         return self._of.read(begin, end).to(self.dtype)
 
 
-def _configs(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
+def _configs(model: nn.Module, dtype: torch.dtype | None, warn: bool) -> dict[str, bytes]:
     """The files that ``from_pretrained`` looks for beside the weights of a transformers model.
 
-    None of a model that only holds one, as PEFT's does: it has the other's config, but under its
-    own names ``from_pretrained`` would find no weight, and draw them all at random.
+    None of a model under whose names ``from_pretrained`` would not find all weights, and draw the
+    others at random: one that only holds a transformers model, as PEFT's does with the other's
+    config, or one whose modules were replaced, as ``add_adapter`` or torch.compile do.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_json_string") or not _is_pretrained(model):
+        return {}
+    if lost := _not_found(model, config):
+        if warn:
+            logging.getLogger("zshard").warning(
+                "export: no config.json, because from_pretrained would draw weights at random: of "
+                "a new %s's parameters %d are not in this one (%s), whose modules were replaced, "
+                "by adapters or torch.compile say. zshard.load_weights reads what is exported",
+                type(model).__name__,
+                len(lost),
+                ", ".join(lost[:1] + ["..."] * (len(lost) > 1)),
+            )
         return {}
     content = json.loads(config.to_json_string())
     content["architectures"] = [type(model).__name__]
@@ -192,6 +208,19 @@ def _configs(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
     if generation is not None and hasattr(generation, "to_json_string"):
         texts["generation_config.json"] = generation.to_json_string().encode()
     return texts
+
+
+def _not_found(model: nn.Module, config: object) -> list[str]:
+    """The parameters that ``from_pretrained`` makes, as here on meta, and ``model`` has not."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            new = type(model)(copy.deepcopy(config))
+    except (
+        Exception
+    ):  # of any type: a class of the script's own, which from_pretrained fails at too
+        return []
+    here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [name for name, _ in new.named_parameters() if name not in here]
 
 
 def _is_pretrained(model: nn.Module) -> bool:
