@@ -1,0 +1,138 @@
+"""What a trace says in numbers, of one whose every time is known."""
+
+from __future__ import annotations
+
+import zshard.tracing.clock
+from zshard.tag import Tag
+from zshard.tracing.path import critical_path, pieces
+from zshard.tracing.recorder import Recorder
+from zshard.tracing.records import Transfer
+from zshard.tracing.trace import Trace
+
+
+class ByHand(zshard.tracing.clock.Clock):
+    """A clock that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.at, self.unix_ns, self.now = 0.0, 0, lambda: self.at
+
+    def start(self) -> None:
+        self.at = 0.0
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds(self, stamp: object) -> float:
+        assert isinstance(stamp, float)
+        return stamp
+
+
+def recorded() -> Trace:
+    """Three gathers, one behind another on their lane; a reduction under them, and one cut off."""
+    clock = ByHand()
+    recorder = Recorder(clock)
+
+    def issue(began: float, returned: float, phase: str, unit: str, nbytes: int) -> Transfer:
+        clock.at = began
+        recorder.enter(phase, unit)
+        transfer = recorder.issue("op", Tag(0, phase, unit), nbytes, phase)
+        clock.at = returned
+        transfer.returns()
+        return transfer
+
+    def ends(at: float, transfer: Transfer) -> None:
+        clock.at = at
+        transfer.completed()
+
+    def waits(began: float, ended: float, unit: str, transfer: Transfer) -> None:
+        clock.at = began
+        recorder.enter("wait", unit)
+        stall = recorder.begin_stall("op", Tag(0, "gather", unit), transfer)
+        clock.at = ended
+        recorder.end_stall(stall)
+        recorder.leave("wait", unit)
+        recorder.enter("forward", unit)
+
+    ends(0.5, issue(0.0, 0.25, "gather", "root", 1))
+    first = issue(0.5, 1.0, "gather", "a", 10)
+    second = issue(1.0, 2.0, "gather", "b", 100)
+    recorder.enter("forward", "root")
+    ends(4.0, issue(2.0, 2.0, "reduce", "a", 1000))
+    ends(5.0, first)
+    waits(3.0, 6.0, "a", first)
+    clock.at = 7.0
+    recorder.leave("forward", "a")
+    ends(9.0, second)
+    waits(7.0, 9.5, "b", second)
+    clock.at = 10.0
+    recorder.leave("forward", "b")
+    stall = recorder.begin_stall("reclaim", Tag(0, "gather", "a"), None)  # others read what it lent
+    clock.at = 10.5
+    recorder.end_stall(stall)
+    recorder.leave("forward", "root")
+    cut = issue(10.5, 10.5, "reduce", "b", 10000)
+    clock.at = 11.0
+    recorder.end(linger=False)
+    cut.completed()  # too late
+    return Trace(recorder, rank=0, world=2, units=("root", "a", "b"), model="Model")
+
+
+def test_each_moment_is_of_the_innermost_and_the_critical_path_leads_over_the_lane() -> None:
+    trace = recorded()
+    row = pieces(trace)
+    assert [piece[:4] for piece in row] == [
+        ("issue", "root", 0.0, 0.25),
+        ("outside", "", 0.25, 0.5),
+        ("issue", "a", 0.5, 1.0),
+        ("issue", "b", 1.0, 2.0),
+        ("forward", "root", 2.0, 3.0),
+        ("wait", "a", 3.0, 6.0),
+        ("forward", "a", 6.0, 7.0),
+        ("wait", "b", 7.0, 9.5),
+        ("forward", "b", 9.5, 10.0),
+        ("wait", "root", 10.0, 10.5),
+        ("outside", "", 10.5, 11.0),
+    ]
+    assert [piece[:4] for piece in critical_path(trace, row)] == [
+        ("issue", "root", 0.0, 0.25),
+        ("outside", "", 0.25, 0.5),
+        ("issue", "a", 0.5, 1.0),
+        ("gather", "a", 1.0, 5.0),
+        ("gather", "b", 5.0, 9.0),  # its lane was busy with the other's until then
+        ("wait", "b", 9.0, 9.5),  # to wake up
+        ("forward", "b", 9.5, 10.0),
+        ("wait", "root", 10.0, 10.5),
+        ("outside", "", 10.5, 11.0),
+    ]
+
+
+def test_communication_counts_once_and_is_exposed_while_compute_stands_still() -> None:
+    summary = recorded().summary()
+    found = {
+        each.unit: (each.bytes, each.seconds, each.exposed, each.stalled, each.compute)
+        for each in (*summary.units, summary.total)
+    }
+    assert found == {
+        "root": (1, 0.5, 0.0, 0.0, 1.25),
+        "a": (1010, 4.5, 2.0, 3.5, 1.5),
+        "b": (10100, 4.5, 3.0, 2.5, 1.5),
+        "(other)": (0, 0.0, 0.0, 0.0, 0.75),
+        "all": (11111, 9.5, 5.0, 6.0, 5.0),
+    }
+    assert summary.cut == 1 and summary.total.hidden == 4.5
+    assert [delay[:4] for delay in summary.stalls] == [
+        ("wait a", "op", "gather a", 1),
+        ("wait b", "op", "gather b", 1),
+        ("forward root", "reclaim", "gather a", 1),
+    ]
+
+
+def test_a_gather_is_under_way_once_its_lane_is_free_of_those_before() -> None:
+    events = [e for e in recorded().events if e.stream != "compute"]
+    assert [(*e, e.bytes, e.issued, e.began, e.ended) for e in events] == [
+        ("gather", "root", 1, 0.0, 0.0, 0.5),
+        ("gather", "a", 10, 0.5, 0.5, 5.0),
+        ("gather", "b", 100, 1.0, 5.0, 9.0),
+        ("reduce", "a", 1000, 2.0, 2.0, 4.0),
+        ("reduce", "b", 10000, 10.5, 10.5, 11.0),
+    ]
