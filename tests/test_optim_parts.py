@@ -117,6 +117,26 @@ def test_an_optimizer_for_each_parameter_steps_in_its_hook(world_size: int) -> N
     run_ranks(in_hooks, world_size)
 
 
+class Either(nn.Module):
+    """Two parameters in one flat buffer, of which a forward may use one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = (nn.Parameter(torch.ones(3)) for _ in range(2))
+
+    def forward(self, both: bool) -> torch.Tensor:
+        return self.always + self.sometimes if both else self.always * 1.0
+
+
+def test_what_was_written_to_a_parameter_that_a_step_leaves_alone_is_computed_with() -> None:
+    model = zshard.wrap(Either(), precision=zshard.Precision.bf16())
+    model(both=False).sum().backward()
+    with torch.no_grad():
+        model.sometimes.fill_(4.0)
+    zshard.SGD(model.parameters(), lr=1.0).step()  # which writes the bf16 copy of the other alone
+    assert model(both=True).tolist() == [4.0] * 3
+
+
 def test_a_part_that_grows_keeps_its_states() -> None:
     torch.manual_seed(0)
     plain = OddParameters()
