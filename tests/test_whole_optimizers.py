@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import zshard
+from zshard.optimizers import stand_ins
 
 
 def _batches(rank: int) -> list[Tensor]:
@@ -108,6 +109,16 @@ def test_a_closure_may_make_the_gradients_of_lent_parameters() -> None:
         before = next(inside.parameters()).detach().clone()
         optimizer.step(closure)
         torch.testing.assert_close(next(inside.parameters()).detach(), 0.8 * before)
+
+
+def test_a_step_on_lent_parameters_excuses_no_gradient_of_those_lent_later() -> None:
+    model = _with_gradients()
+    grads = {name: zshard.full_grad(model, name) for name, _ in model.named_parameters()}
+    with zshard.full_params(model, write=True) as inside:
+        for name, param in inside.named_parameters():
+            param.grad = grads[name]
+        torch.optim.SGD(inside.parameters()).step()
+    assert not stand_ins._STEPPED  # by their ids, which later ones may be given
 
 
 def test_lent_parameters_may_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
