@@ -215,9 +215,7 @@ def _not_found(model: nn.Module, config: object) -> list[str]:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             new = type(model)(copy.deepcopy(config))
-    except (
-        Exception
-    ):  # of any type: a class of the script's own, which from_pretrained fails at too
+    except Exception:  # a class of the script's own, which from_pretrained cannot build either
         return []
     here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [name for name, _ in new.named_parameters() if name not in here]
