@@ -145,6 +145,58 @@ def test_gathers_of_units_that_are_recomputed_together_are_counted() -> None:
     run_ranks(compare_recomputed, 2, timeout=120)
 
 
+class Regions(nn.Module):
+    """Blocks with a layer inside each, called in checkpointed regions, some of which end in tanh.
+
+    In backward, what ends a region is recomputed before the region's last block is come to.
+    """
+
+    def __init__(self, regions: tuple[tuple[int | None, ...], ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.regions = regions
+        self.inlet = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh()) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for region in self.regions:
+            called = [nn.Tanh() if index is None else self.blocks[index] for index in region]
+            x = checkpoint(nn.Sequential(*called), x, use_reentrant=False)
+        return x
+
+
+# Each holds a rule that the others do not: who is gathered again behind a region, and who is not.
+REGIONS = (
+    (((3, None), (2, None), (3, None)), True),
+    (((1, 0, None), (1,)), True),
+    (((1, 3, 0), (0,)), False),
+)
+
+
+def compare_regions(rank: int, size: int) -> None:
+    """Hold the gathers of regions that share blocks against plans, with one buffer."""
+    x = torch.ones(4, 3)
+    for regions, inner in REGIONS:
+
+        def units(name: str, module: nn.Module, inner: bool = inner) -> bool:
+            return name.count(".") == 1 or (inner and name.endswith(".1"))
+
+        planned = zshard.plan(Regions(regions), size, batch=x, units=units, prefetch=0)
+        model = zshard.wrap(Regions(regions), units=units, prefetch=0)
+        for _ in range(3):
+            with zshard.trace(model) as recorded:
+                model(x).sum().backward()
+            model.zero_grad()
+        assert {k: n for k, n in gathers_of(planned).items() if n} == traced(recorded), regions
+
+
+def test_gathers_of_regions_that_share_units_are_counted() -> None:
+    run_ranks(compare_regions, 2, timeout=120)
+
+
 @pytest.mark.parametrize(("prefetch", "slots"), [(0, 2), (1, 2), (2, 3)])
 def test_without_a_batch_a_plan_is_that_of_one_call_of_each_unit(prefetch: int, slots: int) -> None:
     """Also where a unit is inside another one, and both are in use at the same time."""

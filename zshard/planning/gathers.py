@@ -119,7 +119,6 @@ class _Step:
         """One step; how often it gathers each unit."""
         self._kept: _Unit | None = None
         self._backward = False
-        self._current: _Unit | None = None
         self._announced: list[_Unit] = []
         self._again: set[_Unit] = set()
         self._running: list[_Unit] = []
@@ -154,9 +153,6 @@ class _Step:
         return counts
 
     def _reached(self, unit: _Unit) -> None:
-        if unit is self._current and unit.gathered:
-            return
-        self._current = unit
         self._again.clear()
         self._announced = [u for u in self._announced if u.encloses(unit) or unit.encloses(u)]
         self._announced.append(unit)
