@@ -21,6 +21,7 @@ from zshard.comm import Comm
 from zshard.optimizers.buckets import Bucket
 from zshard.step.agreement import Agreement
 from zshard.step.executor import Executor
+from zshard.units.pool import Pool
 from zshard.wrap import schedule_of
 from zshard.wrapping.sharding import Sharder
 
@@ -179,6 +180,29 @@ def test_a_wrap_that_one_rank_has_left_is_made_again() -> None:
         ["KeyboardInterrupt", "done"],
         ["CommError", "done"],
     ]
+
+
+def built_on_one(rank: int, world_size: int, comm: str) -> list[str]:
+    """Rank 0 is interrupted behind the last exchange of a wrap, which returns on the others."""
+    said = []
+    for _ in range(2):
+        patch = raising(Pool, "reserve", -1, KeyboardInterrupt) if rank == 0 and not said else None
+        try:
+            model = zshard.wrap(Blocks(), comm=comm, init="broadcast")
+            said.append("done")
+        except KeyboardInterrupt as caught:
+            said.append(type(caught).__name__)
+        finally:
+            if patch is not None:
+                patch.undo()
+    step(model, zshard.AdamW(model.parameters()), batch(rank, 0))
+    return said
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_model_has_one_number_where_a_rank_has_left_the_wrap_of_an_earlier_one(comm) -> None:
+    said = run_ranks(built_on_one, 2, comm, timeout=30)
+    assert said == [["KeyboardInterrupt", "done"], ["done", "done"]]
 
 
 # --- steps of the optimizer ----------------------------------------------------------------------

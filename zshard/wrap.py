@@ -21,6 +21,7 @@ from .param import Sharded
 from .precision import Precision
 from .schedule import Schedule
 from .step.debts import settle
+from .step.meeting import meetings_of
 from .step.module_buffers import persistent_buffers
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
@@ -155,6 +156,7 @@ def wrap(
             "init_fn": "None" if init_fn is None else "given",
         }
         _require_same(model, survey, meta, options, collectives)
+        meetings_of(collectives).count_alike(collectives)
     # Unit by unit: values, where there are none yet, and shards of them in the whole ones' place.
     pool = Pool(1 + prefetch, where, collectives.empty, collectives.give_back)
     sharder = Sharder(model, precision, collectives, where, meta)

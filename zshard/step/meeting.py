@@ -123,6 +123,13 @@ class Meetings:
         self._members: WeakValueDictionary[int, Member] = WeakValueDictionary()
         self._added = 0
 
+    def count_alike(self, comm: Comm) -> None:
+        """Number the next member behind all that any rank has; every rank comes here.
+
+        A rank that an exception has ended a wrap on, behind its last exchange, has one less.
+        """
+        self._added = max(comm.all_gather_words([self._added], Tag(None, "wrap")))[0]
+
     def add(self, member: Member) -> int:
         """Let ``member`` be asked; its number, which it has on every rank."""
         number = self._added
