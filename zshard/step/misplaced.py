@@ -29,6 +29,6 @@ def refuse_overwritten(unit: Unit) -> NoReturn:
     """
     raise StateError(
         f"unit {unit.label!r}: a gradient was made of a parameter while another unit was in its "
-        "memory, so that it may be wrong. Make the two units one (zshard.wrap(units=...)), or pass "
-        "a strategy that keeps whole parameters (zero2)."
+        "memory, so that it may be wrong. Pass a strategy that keeps whole parameters (zero2), or "
+        "make the two units one (zshard.wrap(units=...)), which under torch.vmap does not help."
     )

@@ -36,7 +36,7 @@ class NamedErrors(NamedTuple):
             unnamed = not isinstance(error, Missed)
             ended = "".join(over.ended() for over in self.comm.axes) if unnamed else ""
             if _says_out_of_memory(error):
-                cause = "This rank is out of memory, and the other ranks wait for it."
+                cause = "This rank is out of memory; the other ranks cannot go on without it."
             elif isinstance(error, Missed):
                 cause = "The first error among the ranks' logs may say more."
             else:
