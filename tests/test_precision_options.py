@@ -1,0 +1,41 @@
+"""What the shorthands of Precision are told of inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zshard
+
+
+class Notes(nn.Module):
+    """Notes the dtype of its input, and returns something in that of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype
+        return self.weight * 2.0
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("output", [None, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("short", "compute"),
+    [(zshard.Precision.bf16, torch.bfloat16), (zshard.Precision.fp16, torch.float16)],
+)
+def test_inputs_and_outputs_are_cast_as_a_shorthand_is_told(
+    short: Callable[..., zshard.Precision],
+    compute: torch.dtype,
+    output: torch.dtype | None,
+    casts: bool,
+) -> None:
+    model = zshard.wrap(Notes(), precision=short(output=output, cast_inputs=casts))
+    out = model(torch.ones(3))
+    assert model.seen == (compute if casts else torch.float32)
+    assert out.dtype == (output or compute)
