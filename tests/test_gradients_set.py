@@ -1,0 +1,65 @@
+"""Gradients that a script assigns or drops between backward and step: what is clipped and used."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import zshard
+
+CHANGED = "blocks.1.up.weight"
+
+
+def behind_a_backward(rank: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A wrapped model, and its whole gradients."""
+    model = zshard.wrap(models.build("blocks"))
+    models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
+    grads = {name: zshard.full_grad(model, name) for name, _ in model.named_parameters()}
+    return model, {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def norm_of(grads: dict[str, Tensor]) -> float:
+    return float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+
+
+def clip_what_is_left(rank: int, world_size: int, assigned: bool, clipped: bool) -> None:
+    model, grads = behind_a_backward(rank)
+    if clipped:
+        zshard.clip_grad_norm_(model, factor := 0.25 * norm_of(grads))
+        grads = {name: 0.25 * grad for name, grad in grads.items()}
+        assert norm_of(grads) == pytest.approx(factor, rel=1e-5)
+    if assigned:
+        grads[CHANGED] = torch.full_like(grads[CHANGED], 3.0)
+        model.get_parameter(CHANGED).grad = grads[CHANGED]
+    else:
+        del grads[CHANGED]
+        model.get_parameter(CHANGED).grad = None
+    assert float(zshard.clip_grad_norm_(model, 1e9)) == pytest.approx(norm_of(grads), rel=1e-4)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("assigned", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_norm_is_of_the_gradients_that_are_there_after_one_was_dropped_or_assigned(
+    world_size: int, assigned: bool, clipped: bool
+) -> None:
+    run_ranks(clip_what_is_left, world_size, assigned, clipped)
+
+
+@pytest.mark.parametrize("kind", [zshard.SGD, torch.optim.SGD])
+def test_a_gradient_assigned_after_a_clip_is_used_as_it_is_and_the_others_stay_clipped(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    model, grads = behind_a_backward()
+    optimizer = kind(model.parameters(), lr=1.0)
+    before = zshard.state_dict(model)
+    zshard.clip_grad_norm_(model, 0.25 * norm_of(grads))
+    expected = {name: 0.25 * grad for name, grad in grads.items()}
+    expected[CHANGED] = torch.full_like(grads[CHANGED], 3.0)
+    model.get_parameter(CHANGED).grad = expected[CHANGED]
+    optimizer.step()
+    for name, after in zshard.state_dict(model).items():
+        torch.testing.assert_close(before[name] - after, expected[name], rtol=1e-3, atol=1e-6)
