@@ -57,3 +57,44 @@ def test_a_unit_needed_while_the_one_around_it_has_its_memory_is_refused(
             assert "'around.inner' is needed in backward while unit 'around' around it" in said
         else:
             assert "on rank 0 a backward of this step" in said
+
+
+class CallsInner(Around):
+    """A unit that calls the one inside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.inner(x))
+
+
+class ByTurns(nn.Module):
+    """Calls the inner unit alone, or the one around it, which calls it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around, self.nested = CallsInner(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(x) if self.nested else self.around.inner(x)
+
+
+def inner_unit_moves(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = ByTurns()
+    plain = copy.deepcopy(model)
+    zshard.wrap(model, units=["around", "around.inner"], prefetch=0)
+    for each in (model, plain):
+        each.around.inner.weight.register_hook(lambda grad: 3.0 * grad)
+    for step in range(4):
+        for each in (model, plain):
+            each.nested = step > 0
+            each(batch(0, step)).sum().backward()
+        for name, param in plain.named_parameters():
+            found = zshard.full_grad(model, name)
+            assert (found is None) == (param.grad is None), f"step {step}, {name}"
+            assert found is None or torch.equal(found, param.grad), f"step {step}, {name}"
+        model.zero_grad()
+        plain.zero_grad()
+
+
+def test_a_unit_that_changes_its_memory_has_its_gradients_and_their_hooks() -> None:
+    run_ranks(inner_unit_moves, 2)
