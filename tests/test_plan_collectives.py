@@ -146,7 +146,7 @@ def test_gathers_of_units_that_are_recomputed_together_are_counted() -> None:
 
 
 class Regions(nn.Module):
-    """Blocks with a layer inside each, called in checkpointed regions, some of which end in tanh.
+    """Blocks of three layers, called in checkpointed regions, some of which end in tanh.
 
     In backward, what ends a region is recomputed before the region's last block is come to.
     """
@@ -157,7 +157,7 @@ class Regions(nn.Module):
         self.regions = regions
         self.inlet = nn.Linear(3, 3)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh()) for _ in range(4)
+            nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)), nn.Tanh()) for _ in range(4)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,24 +168,26 @@ class Regions(nn.Module):
         return x
 
 
-# Each holds a rule that the others do not: who is gathered again behind a region, and who is not.
+BLOCKS = tuple(f"blocks.{index}" for index in range(4))
+SECOND = tuple(f"{block}.1" for block in BLOCKS)  # of each block's layers
+
+# Regions, the units inside blocks, and prefetch. Each holds a rule that the others do not: who is
+# gathered again behind a region, and who is not; the last, that nobody is while a block computes.
 REGIONS = (
-    (((3, None), (2, None), (3, None)), True),
-    (((1, 0, None), (1,)), True),
-    (((1, 3, 0), (0,)), False),
+    (((3, None), (2, None), (3, None)), SECOND, 0),
+    (((1, 0, None), (1,)), SECOND, 0),
+    (((1, 3, 0), (0,)), (), 0),
+    (((0, 1, 0),), ("blocks.1.0", "blocks.1.1"), 1),
 )
 
 
 def compare_regions(rank: int, size: int) -> None:
-    """Hold the gathers of regions that share blocks against plans, with one buffer."""
+    """Hold the gathers of regions that share blocks against plans."""
     x = torch.ones(4, 3)
-    for regions, inner in REGIONS:
-
-        def units(name: str, module: nn.Module, inner: bool = inner) -> bool:
-            return name.count(".") == 1 or (inner and name.endswith(".1"))
-
-        planned = zshard.plan(Regions(regions), size, batch=x, units=units, prefetch=0)
-        model = zshard.wrap(Regions(regions), units=units, prefetch=0)
+    for regions, inner, prefetch in REGIONS:
+        units = [*BLOCKS, *inner]
+        planned = zshard.plan(Regions(regions), size, batch=x, units=units, prefetch=prefetch)
+        model = zshard.wrap(Regions(regions), units=units, prefetch=prefetch)
         for _ in range(3):
             with zshard.trace(model) as recorded:
                 model(x).sum().backward()
@@ -195,6 +197,37 @@ def compare_regions(rank: int, size: int) -> None:
 
 def test_gathers_of_regions_that_share_units_are_counted() -> None:
     run_ranks(compare_regions, 2, timeout=120)
+
+
+class OwnTarget(nn.Linear):
+    """A layer that calls itself for its target, of which there is no graph."""
+
+    def forward(self, x: Tensor, inside: bool = False) -> Tensor:
+        y = super().forward(x)
+        if inside:
+            return y.tanh()
+        with torch.no_grad():
+            target = self(x, inside=True)
+        return y - target
+
+
+def compare_own_calls(rank: int, size: int) -> None:
+    x, units = torch.ones(4, 3), ["1", "2", "3"]
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), *(OwnTarget(3, 3) for _ in units), nn.Linear(3, 3))
+
+    planned = zshard.plan(build(), size, batch=x, units=units)
+    model = zshard.wrap(build(), units=units, init="broadcast")
+    for _ in range(3):
+        with zshard.trace(model) as recorded:
+            model(x).sum().backward()
+        model.zero_grad()
+    assert gathers_of(planned) == traced(recorded)
+
+
+def test_a_call_of_a_unit_by_itself_is_no_call_of_its_own() -> None:
+    run_ranks(compare_own_calls, 2)
 
 
 @pytest.mark.parametrize(("prefetch", "slots"), [(0, 2), (1, 2), (2, 3)])
