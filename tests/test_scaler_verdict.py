@@ -12,6 +12,7 @@ from models import Block
 from ranks import run_ranks
 from steps import batch, build
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from training import adamw, torch_adamw
 
 import zshard
@@ -146,6 +147,24 @@ def planted(rank: int, world_size: int, where: str) -> tuple[float, bool]:
 @pytest.mark.parametrize("where", ["shard", "ignored"])
 def test_what_one_rank_has_after_the_reduction_is_seen_by_all(where: str) -> None:
     assert run_ranks(planted, 2, where) == [(4.0, True)] * 2
+
+
+def on_one_replica(rank: int, world_size: int) -> tuple[float, bool]:
+    """NaN in an unsharded gradient of the last rank, behind an equal step of all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = build(ignored=["outlet.bias"], mesh=mesh)
+    optimizer, scaler = adamw(model), zshard.GradScaler("cpu", init_scale=8.0)
+    backward(model, scaler, 0, 0)
+    if rank == world_size - 1:
+        model.outlet.bias.grad.mul_(math.nan)
+    before = [each.clone() for each in zshard.local_shards(model).values()]
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), same(before, [*zshard.local_shards(model).values()])
+
+
+def test_what_one_rank_of_a_mesh_has_is_seen_by_the_other_replicas_too() -> None:
+    assert run_ranks(on_one_replica, 4) == [(4.0, True)] * 4
 
 
 def ignored_steps(rank: int, world_size: int) -> list[Tensor]:
