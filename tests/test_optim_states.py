@@ -222,6 +222,21 @@ def test_states_made_before_wrap_are_saved_before_any_step(world_size: int, tmp_
     assert run_ranks(save_before_a_step, world_size, tmp_path) == [[True, True]] * world_size
 
 
+def shrinks(rank: int, world_size: int) -> None:
+    model = nn.Linear(64, 32)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    zshard.wrap(model)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    for param in model.parameters():
+        state = optimizer.state[param]["sum"].local
+        assert state.untyped_storage().nbytes() == 4 * param.local_numel
+
+
+def test_states_made_before_wrap_take_the_memory_of_shards_from_the_first_step_on() -> None:
+    run_ranks(shrinks, 2)
+
+
 def test_states_of_steps_before_wrap_are_refused_at_a_save_as_at_a_step(tmp_path: Path) -> None:
     model = nn.Linear(5, 3)
     optimizer = torch.optim.Adam(model.parameters())
