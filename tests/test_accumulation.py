@@ -233,3 +233,22 @@ def zeroed_on_one_rank(rank: int, world_size: int, strategy: str) -> torch.Tenso
 def test_zeroing_a_gradient_that_one_rank_holds_back_leaves_the_ranks_alike(strategy: str) -> None:
     one, other = run_ranks(zeroed_on_one_rank, 2, strategy)
     assert torch.equal(one, other)
+
+
+def freed_sums(rank: int, world_size: int) -> list[int]:
+    """Bytes of gradients behind steps with one micro-batch, two and one."""
+    model = zshard.wrap(models.build("blocks"), precision=zshard.Precision.bf16())
+    taken = []
+    for held in (False, True, False):
+        if held:
+            with zshard.no_sync(model):
+                models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
+        models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
+        model.zero_grad()
+        taken.append(zshard.memory(model)["now"]["gradients"])
+    return taken
+
+
+def test_what_sums_of_micro_batches_take_is_given_back_in_a_step_without_them() -> None:
+    for before, with_sums, after in run_ranks(freed_sums, 2):
+        assert before == after < with_sums
