@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from odd import INPUT, Stacked, assert_same_grads, pair
+from ranks import run_ranks
 from torch import Tensor, nn
 
+import zshard
 from zshard.containers import tensors_in
 
 
@@ -67,3 +71,73 @@ def test_the_search_for_tensors_ends_in_long_and_deep_things() -> None:
 
     assert [*tensors_in(Endless())] == []
     assert looked_at < 20_000
+
+
+class Caching(nn.Linear):
+    """Leaves something in a dict that comes in."""
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        y = super().forward(x)
+        cache["y"] = y.detach()
+        return y
+
+
+def test_a_callers_container_gets_what_a_forward_leaves_there_though_inputs_are_cast() -> None:
+    model = zshard.wrap(Caching(3, 2), precision=zshard.Precision.bf16())
+    cache: dict[str, Tensor] = {}
+    y = model(torch.ones(1, 3), cache)
+    assert torch.equal(cache["y"], y)
+
+
+@dataclass
+class Found:
+    """What a forward returns, of which it sets a part."""
+
+    values: Tensor
+    scores: Tensor = field(init=False)
+
+
+class Finds(nn.Linear):
+    def forward(self, x: Tensor) -> Found:
+        return Found(super().forward(x))
+
+
+def test_a_dataclass_of_which_a_field_is_not_set_is_cast_and_left_so() -> None:
+    precision = zshard.Precision.bf16(output=torch.float32)
+    found = zshard.wrap(Finds(3, 2), precision=precision)(torch.ones(1, 3))
+    assert found.values.dtype == torch.float32 and not hasattr(found, "scores")
+
+
+class OneSlot:
+    """An object with one slot, named by a string."""
+
+    __slots__ = "held"
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Lends(nn.Linear):
+    """Returns a view of its weight in an object that nobody can copy it out of."""
+
+    def forward(self, x: Tensor) -> OneSlot:
+        return OneSlot(self.weight[0])
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lends = Lends(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.lends(x).held
+
+
+def lent(rank: int, world_size: int) -> None:
+    model = zshard.wrap(Keeps(), units=["lends"], init="broadcast")
+    with pytest.raises(zshard.ShardedAccessError, match="'lends': forward leaves a view of one"):
+        model(torch.ones(1, 3))
+
+
+def test_a_view_of_a_parameter_in_an_object_with_one_slot_is_refused() -> None:
+    run_ranks(lent, 2)

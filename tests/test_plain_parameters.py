@@ -1,0 +1,46 @@
+"""zshard's optimizers over plain parameters: memory that moves, graphs that are out of date."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zshard
+
+KINDS = [zshard.SGD, zshard.AdamW]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_got_other_memory_is_updated_there(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    found = []
+    for moves in (False, True):
+        param = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+        optimizer = kind([param], lr=0.1)
+        for step in range(3):
+            if moves:
+                left = param.data
+                param.data = left.clone()
+                kept = left.clone()
+            param.grad = torch.full_like(param, 1.0 + step)
+            optimizer.step()
+            assert not moves or torch.equal(left, kept), "what was left is not written any more"
+        found.append(param.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [*KINDS, torch.optim.SGD])
+def test_a_graph_that_was_made_before_a_step_is_refused_behind_it_as_torch_does(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = kind([param], lr=0.1)
+    loss = (param * param).sum()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
