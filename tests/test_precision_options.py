@@ -39,3 +39,12 @@ def test_inputs_and_outputs_are_cast_as_a_shorthand_is_told(
     out = model(torch.ones(3))
     assert model.seen == (compute if casts else torch.float32)
     assert out.dtype == (output or compute)
+
+
+def test_gradients_of_batch_normalisation_are_reduced_in_the_dtype_of_the_others() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    zshard.wrap(model, precision=zshard.Precision.bf16(reduce=torch.bfloat16))
+    model(torch.randn(5, 3)).float().square().sum().backward()
+    for name, _ in model.named_parameters():
+        grad = zshard.full_grad(model, name)
+        assert grad is not None and grad.dtype == torch.bfloat16, name
