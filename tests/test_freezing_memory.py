@@ -1,0 +1,47 @@
+"""Memory that changes sides as units are frozen, or trained later than others."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import zshard
+from zshard.param import Sharded
+
+
+def alive() -> int:
+    """Bytes of all tensors that Python can see."""
+    gc.collect()
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = [
+            each.untyped_storage()
+            for each in gc.get_objects()
+            if issubclass(type(each), torch.Tensor) and not isinstance(each, Sharded)
+        ]
+        return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+
+def turned(rank: int, world_size: int, freezes: bool) -> None:
+    """Hold what is alive against what ``zshard.memory`` says, as the larger unit changes sides."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512))
+    model[1].requires_grad_(freezes)
+    zshard.wrap(model, units="layer", comm="group", init="broadcast")
+    seen = []
+    for step in range(4):
+        if step == 2:
+            model[1].requires_grad_(not freezes)
+        model(torch.ones(2, 8)).square().sum().backward()
+        model.zero_grad()
+        now = zshard.memory(model)["now"]
+        seen.append(alive() - now["gradients"] - now["reduce_buffers"])
+    assert max(seen[1:]) - min(seen[1:]) < 256, seen  # a sum of squares comes or goes
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_of_gradients_that_is_given_back_is_free(world_size: int, freezes: bool) -> None:
+    run_ranks(turned, world_size, freezes)
