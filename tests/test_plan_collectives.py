@@ -39,16 +39,45 @@ def build(case: str) -> nn.Module:
     return model
 
 
+class Passing(models.Block):
+    """Returns what it was given beside its own, as a block of T5 does with the position bias."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x
+
+
+class Leaving(models.Block):
+    """Leaves its output in a list that it was given, as in a cache."""
+
+    def forward(self, x: Tensor, into: list[Tensor]) -> None:
+        into.append(super().forward(x))
+
+
+BLOCKS = {
+    "blocks pass on what they were given": Passing,
+    "blocks leave their outputs in a list": Leaving,
+}
+
+
 class Rows(models.Blocks):
     """Calls of a unit that are in a row in backward alone, or in forward alone."""
 
     def __init__(self, way: str) -> None:
-        super().__init__()
+        super().__init__(block=BLOCKS.get(way, models.Block))
         self.way = way
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, third = self.blocks
         x = self.inlet(x)
+        if self.way == "blocks pass on what they were given":
+            for block in self.blocks:
+                x = sum(block(x))
+            return self.outlet(x)
+        if self.way == "blocks leave their outputs in a list":
+            outputs = [x]
+            for block in self.blocks:
+                block(outputs[-1], outputs)
+            return self.outlet(outputs[-1])
         if self.way == "backward comes to one of them":
             return self.outlet(second(first(first(x).detach())))
         if self.way == "backward passes over what is between":
@@ -65,6 +94,7 @@ WAYS = (
     "backward comes to one of them",
     "backward passes over what is between",
     "the last makes no graph",
+    *BLOCKS,
 )
 
 
@@ -91,7 +121,7 @@ def gathers_of(planned: zshard.Plan) -> dict[str, int]:
     return {each.unit: each.count for each in planned.collectives if each.op == "all_gather"}
 
 
-def test_calls_of_a_unit_in_a_row_are_gathered_for_once_in_backward_alone() -> None:
+def test_units_that_backward_comes_to_otherwise_than_forward_are_gathered_as_planned() -> None:
     run_ranks(compare_units, 2, timeout=120)
 
 

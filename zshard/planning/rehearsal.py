@@ -26,6 +26,7 @@ from ..containers import cast_floating, tensors_in
 from ..errors import InputError
 from ..precision import Precision
 from ..unitmap import UnitSpec, flat_groups
+from ..units.forward_io import ForwardIO
 from .gathers import Event, Happening
 from .inputs import BatchLike, inputs_of, like
 from .untouched import untouched
@@ -201,15 +202,16 @@ class Meter(TorchDispatchMode):
         trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         missing = {id(leaf) for leaf in trained}
 
-        under_way = 0  # calls of the module, which may call itself: a part of the call around it
+        # Of the calls under way. The module may call itself: a part of the call around it.
+        calls: list[ForwardIO] = []
 
         def happen(event: Event) -> None:
-            if index > 0 and under_way <= 1:  # the root stays until all is over
+            if index > 0 and len(calls) <= 1:  # the root stays until all is over
                 self._happenings.append(Happening(event, index))
 
-        def before(module: nn.Module, args: object) -> None:
-            nonlocal under_way
-            under_way += 1
+        def before(module: nn.Module, args: object, kwargs: object) -> None:
+            calls.append(ForwardIO())
+            calls[-1].enter((args, kwargs))
             self._inside.append(index)
             happen(Event.AGAIN if self._backward else Event.FORWARD)
             if not self._backward:
@@ -217,15 +219,14 @@ class Meter(TorchDispatchMode):
                 self._work[index].kept -= self._bytes
 
         def after(module: nn.Module, args: object, output: object) -> None:
-            nonlocal under_way
             self._inside.pop()
-            watched = [each for each in tensors_in(output) if each.requires_grad]
+            watched = calls[-1].leave(output)  # backward comes to what it made, as in a real step
             if self._backward:
                 happen(Event.OUTPUT_AGAIN)
             else:
                 self._work[index].kept += self._bytes
                 happen(Event.OUTPUT if watched else Event.OUTPUT_APART)
-            under_way -= 1
+            calls.pop()
 
             def reached(inner: bool, grad: Tensor) -> None:
                 happen(Event.REACHED)
@@ -248,7 +249,7 @@ class Meter(TorchDispatchMode):
                     happen(Event.COMPLETE)
 
         handles = [
-            spec.module.register_forward_pre_hook(before, prepend=True),
+            spec.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             spec.module.register_forward_hook(after, always_call=True),
             *(each.register_post_accumulate_grad_hook(arrived) for each in trained),  # type: ignore[no-untyped-call]
         ]
