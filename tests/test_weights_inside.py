@@ -64,15 +64,26 @@ def compiled() -> nn.Module:
     return model
 
 
+def tied_by_hand() -> nn.Module:
+    model = third_party.llama()
+    assert not model.config.tie_word_embeddings
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "lost"),
     [
-        (adapted, r"3 are not in this one \(model\.layers\.0\.self_attn\.q_proj\.weight, \.\.\.\)"),
-        (compiled, r"9 are not in this one \(model\.layers\.1\."),
+        (
+            adapted,
+            r"3 are not in the export \(model\.layers\.0\.self_attn\.q_proj\.weight, \.\.\.\)",
+        ),
+        (compiled, r"9 are not in the export \(model\.layers\.1\."),
+        (tied_by_hand, r"1 are not in the export \(lm_head\.weight\)"),
     ],
-    ids=["adapted", "compiled"],
+    ids=["adapted", "compiled", "tied by hand"],
 )
-def test_from_pretrained_draws_no_weight_in_the_place_of_one_in_a_replaced_module(
+def test_from_pretrained_draws_no_weight_that_was_not_exported(
     make: Callable[[], nn.Module], lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = torch.get_rng_state()

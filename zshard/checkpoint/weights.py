@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -160,7 +160,7 @@ def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None)
             for name, held in contents.tensors["model"].items()
         }
         tensors = {"model": weights, "master": {}}
-        texts = _configs(model, dtype, warn=peers.world_rank == 0)
+        texts = _configs(model, dtype, weights, warn=peers.world_rank == 0)
         return replace(contents, tensors=tensors, exported=True, texts=texts)
 
     with schedule.comm.awaited(peers.what, but=(Exception,)):
@@ -178,22 +178,29 @@ class _Cast(Source):
         return self._of.read(begin, end).to(self.dtype)
 
 
-def _configs(model: nn.Module, dtype: torch.dtype | None, warn: bool) -> dict[str, bytes]:
+def _configs(
+    model: nn.Module, dtype: torch.dtype | None, written: Collection[str], warn: bool
+) -> dict[str, bytes]:
     """The files that ``from_pretrained`` looks for beside the weights of a transformers model.
 
     None of a model under whose names ``from_pretrained`` would not find all weights, and draw the
     others at random: one that only holds a transformers model, as PEFT's does with the other's
-    config, or one whose modules were replaced, as ``add_adapter`` or torch.compile do.
+    config, or one whose modules were replaced, as ``add_adapter`` or torch.compile do, left out,
+    or tied by hand.
+
+    Args:
+        written: the names of the weights in the files.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_json_string") or not _is_pretrained(model):
         return {}
-    if lost := _not_found(model, config):
+    if lost := _not_found(model, config, written):
         if warn:
             logging.getLogger("zshard").warning(
                 "export: no config.json, because from_pretrained would draw weights at random: of "
-                "a new %s's parameters %d are not in this one (%s), whose modules were replaced, "
-                "by adapters or torch.compile say. zshard.load_weights reads what is exported",
+                "a new %s's parameters %d are not in the export (%s): modules were replaced, by "
+                "adapters or torch.compile say, or left out, or tied otherwise than the config "
+                "says. zshard.load_weights reads what is exported",
                 type(model).__name__,
                 len(lost),
                 ", ".join(lost[:1] + ["..."] * (len(lost) > 1)),
@@ -210,15 +217,17 @@ def _configs(model: nn.Module, dtype: torch.dtype | None, warn: bool) -> dict[st
     return texts
 
 
-def _not_found(model: nn.Module, config: object) -> list[str]:
-    """The parameters that ``from_pretrained`` makes, as here on meta, and ``model`` has not."""
+def _not_found(model: nn.Module, config: object, written: Collection[str]) -> list[str]:
+    """The parameters that ``from_pretrained`` makes, as here on meta, and finds under no name."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             new = type(model)(copy.deepcopy(config))
     except Exception:  # a class of the script's own, which from_pretrained cannot build either
         return []
-    here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return [name for name, _ in new.named_parameters() if name not in here]
+    names: dict[nn.Parameter, list[str]] = {}  # several of a tied one: any of them will do
+    for name, param in new.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return [each[0] for each in names.values() if not any(name in written for name in each)]
 
 
 def _is_pretrained(model: nn.Module) -> bool:
