@@ -266,6 +266,18 @@ def test_sigterm_saves_and_stops_one_rank_without_a_launcher(
 
 
 @linux
+def test_a_job_under_nohup_goes_on_when_its_terminal_is_closed(
+    fresh: list[object], tmp_path: Path
+) -> None:
+    nohup = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable)
+    with started(tmp_path / "run", *fresh, launcher=nohup) as run:
+        for pid in (run.process.pid, *run.ranks):
+            os.kill(pid, signal.SIGHUP)  # to the launcher ahead of the other, so handled first
+        run.process.terminate()
+        stopped_at(run)
+
+
+@linux
 def test_sigterm_to_torchrun_saves_and_stops_its_ranks(fresh: list[object], tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     with started(tmp_path / "run", *fresh, launcher=torchrun) as run:

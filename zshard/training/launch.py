@@ -87,8 +87,8 @@ def launch(
     Raises:
         LaunchError: when a rank failed; the others have been ended.
         InputError: likewise, if it was for bad input.
-        InterruptedJob: after Ctrl-C or SIGHUP, or SIGTERM before there was anything to save; all
-            ranks have ended.
+        InterruptedJob: after Ctrl-C or SIGHUP (but not under nohup), or SIGTERM before there was
+            anything to save; all ranks have ended.
     """
     told, ended = False, threading.Event()
 
@@ -146,7 +146,7 @@ def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         # Not SIGTERM: the agent would kill the ranks 30 s after it, saved or not. How long a job
         # has is the scheduler's to say, whose SIGKILL ends this process and with it the ranks.
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+        signals_to_handle=",".join(_signals_that_end()),
     )
     root = str(Path(zshard.__file__).resolve().parents[1])
     command = ("-u", "-c", _BOOTSTRAP, str(os.getpid()), root, *arguments)
@@ -161,6 +161,14 @@ def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
     finally:
         logging.disable(logging.NOTSET)
     return {}
+
+
+def _signals_that_end() -> list[str]:
+    """Names of the signals at which the agent ends the job, unsaved."""
+    # The agent would handle SIGHUP even under nohup, which has the ranks ignore it like this
+    # process: so that a job goes on when its terminal is closed.
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ["SIGHUP"]
+    return ["SIGINT", *hangup, "SIGQUIT"]
 
 
 def _children() -> list[int]:
