@@ -10,6 +10,7 @@ import torch
 from models import Block
 from ranks import run_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zshard
 from zshard.unitmap import unit_names
@@ -27,6 +28,52 @@ def convolution() -> nn.Sequential:
 class Layers(nn.Sequential):
     """A Sequential by another name."""
 
+
+class Pair(nn.Module):
+    """Two layers: a block of a stage, or an expert."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def pairs(width: int) -> nn.Sequential:
+    return nn.Sequential(Pair(width), Pair(width))
+
+
+class Normed(nn.Module):
+    """A layer and its normalisation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+
+class Stage(nn.Module):
+    """Blocks of one width, and a layer to that of the next stage."""
+
+    def __init__(
+        self, width: int, depth: int, out: int, block: Callable[[int], nn.Module] = Pair
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block(width) for _ in range(depth))
+        self.reduction = nn.Linear(width, out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.reduction(x)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(Stage(3, 1, 6), Stage(6, 2, 12), Stage(12, 8, 1))
+
+
+# The only block of its first stage is not repeated.
+STAGES = ["0", "1", "1.blocks.0", "1.blocks.1", "2", *(f"2.blocks.{i}" for i in range(8))]
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "layers": (lambda: layers(norm=True), ["1", "3"]),
@@ -63,6 +110,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2)),
         ["0.0", "0.1", "1.0", "1.1"],  # a list itself is never called
     ),
+    "stages of a net": (net, STAGES),
+    "stages of lists": (
+        lambda: nn.Sequential(*(Stage(w, 1, w, pairs) for w in (3, 6))),
+        ["0", "0.blocks.0.0", "0.blocks.0.1", "1", "1.blocks.0.0", "1.blocks.0.1"],
+    ),
+    "experts": (lambda: nn.Sequential(Stage(3, 4, 3), Stage(3, 4, 3)), ["0", "1"]),
+    "experts in one": (lambda: nn.Sequential(Stage(3, 4, 3), Stage(3, 0, 3)), ["0", "1"]),
+    "layers and norms": (
+        lambda: nn.Sequential(Stage(3, 2, 6, Normed), Stage(6, 2, 1, Normed)),
+        ["0", "1"],
+    ),
+    "little in lists": (lambda: nn.Sequential(Stage(3, 2, 36), Stage(36, 2, 900)), ["0", "1"]),
 }
 
 
@@ -83,6 +142,30 @@ def test_models_wrapped_as_one_train_as_plain_ones_do() -> None:
             ).sum().backward()
     for name, param in plain.named_parameters():
         assert torch.equal(zshard.full_grad(model, name), param.grad), name
+
+
+def stages(rank: int, world_size: int) -> tuple[float, bool]:
+    """How much of a net is whole at once, and whether its gradients are DDP's."""
+    torch.manual_seed(0)
+    plain = DistributedDataParallel(net())
+    model = zshard.wrap(copy.deepcopy(plain.module))
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(x * (rank + 1)).square().mean().backward()
+    same = all(
+        torch.equal(zshard.full_grad(model, name), param.grad)
+        for name, param in plain.module.named_parameters()
+    )
+    whole = 4 * sum(param.numel() for param in model.parameters())
+    return zshard.memory(model)["peak"]["full_buffers"] / whole, same
+
+
+def test_a_net_of_stages_is_gathered_by_their_blocks() -> None:
+    for held, same in run_ranks(stages, 2):
+        assert same
+        assert held < 0.4
 
 
 def gathered_at_once(rank: int, world_size: int) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,30 +185,66 @@ def _members(model: nn.Module, prefix: str = "") -> list[str]:
 def _repeated_blocks(model: nn.Module) -> list[str]:
     """Children with parameters of a ModuleList, Sequential or ModuleDict whose class is repeated.
 
-    Containers inside containers are looked into, and a block is not; a repeated Sequential is a
-    block itself where it holds layers alone, and none of its own.
+    Containers inside containers are looked into, and a block is not, unless it is a stage of a net;
+    a repeated Sequential is a block itself where it holds layers alone, and none of its own.
     """
 
     def within(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        repeated: Counter[type[nn.Module]] = Counter()
+        alike: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
         if isinstance(module, _CONTAINERS):
-            repeated.update(type(c) for c in module.children() if any(True for _ in c.parameters()))
+            for child in module.children():
+                if next(child.parameters(), None) is not None:
+                    alike[type(child)].append(child)
+        stages = {kind for kind, siblings in alike.items() if _are_stages(siblings)}
         blocks: list[tuple[str, nn.Module]] = []
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             called = not isinstance(child, (*_CONTAINERS, *_NEVER_CALLED))
-            if repeated[type(child)] > 1 and called:
+            repeated = len(alike[type(child)]) > 1
+            if repeated and called:
                 blocks.append((path, child))
-                continue
+                if type(child) not in stages:
+                    continue
             inner = within(path, child)
             layers_alone = all(next(block.children(), None) is None for _, block in inner)
-            if repeated[type(child)] > 1 and isinstance(child, nn.Sequential) and layers_alone:
+            if repeated and isinstance(child, nn.Sequential) and layers_alone:
                 blocks.append((path, child))
             else:
                 blocks += inner
         return blocks
 
     return [path for path, _ in within("", model)]
+
+
+def _are_stages(siblings: Sequence[nn.Module]) -> bool:
+    """Whether blocks of one class are stages of a net: what they hold are mostly blocks in lists.
+
+    Such stages differ in width. Blocks that hold a list of experts do not, and their experts, of
+    which one or another may be called, are no units.
+    """
+    widths: set[frozenset[torch.Size]] = set()
+    held = 0
+    for sibling in siblings:
+        blocks = [each for each in _listed(sibling) if _has_several_layers(each)]
+        weights = [param for block in blocks for param in block.parameters()]
+        widths.add(frozenset(weight.shape for weight in weights))
+        held += sum(weight.numel() for weight in weights)
+    total = sum(param.numel() for sibling in siblings for param in sibling.parameters())
+    return len(widths) > 1 and frozenset() not in widths and 2 * held > total
+
+
+def _has_several_layers(module: nn.Module) -> bool:
+    """Whether several modules in it have a matrix; of a convolution and its normalisation one."""
+    own = (each._parameters.values() for each in module.modules())
+    return sum(any(p is not None and p.dim() > 1 for p in params) for params in own) > 1
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """What is in containers that are children of ``module``, or inside of such containers."""
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from (each for each in child.children() if not isinstance(each, _CONTAINERS))
+            yield from _listed(child)
 
 
 def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:
