@@ -121,6 +121,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: nn.Sequential(Stage(3, 2, 6, Normed), Stage(6, 2, 1, Normed)),
         ["0", "1"],
     ),
+    "without a shape yet": (
+        lambda: nn.Sequential(Stage(3, 2, 6, nn.LazyLinear), Stage(6, 2, 1, nn.LazyLinear)),
+        ["0", "1"],
+    ),
     "little in lists": (lambda: nn.Sequential(Stage(3, 2, 36), Stage(36, 2, 900)), ["0", "1"]),
 }
 

@@ -222,6 +222,9 @@ def _are_stages(siblings: Sequence[nn.Module]) -> bool:
     Such stages differ in width. Blocks that hold a list of experts do not, and their experts, of
     which one or another may be called, are no units.
     """
+    params = [param for sibling in siblings for param in sibling.parameters()]
+    if any(is_lazy(param) for param in params):
+        return False  # which ``check_kinds`` refuses
     widths: set[frozenset[torch.Size]] = set()
     held = 0
     for sibling in siblings:
@@ -229,7 +232,7 @@ def _are_stages(siblings: Sequence[nn.Module]) -> bool:
         weights = [param for block in blocks for param in block.parameters()]
         widths.add(frozenset(weight.shape for weight in weights))
         held += sum(weight.numel() for weight in weights)
-    total = sum(param.numel() for sibling in siblings for param in sibling.parameters())
+    total = sum(param.numel() for param in params)
     return len(widths) > 1 and frozenset() not in widths and 2 * held > total
 
 
