@@ -198,8 +198,8 @@ class Regions(nn.Module):
         return x
 
 
-BLOCKS = tuple(f"blocks.{index}" for index in range(4))
-SECOND = tuple(f"{block}.1" for block in BLOCKS)  # of each block's layers
+ALL_BLOCKS = tuple(f"blocks.{index}" for index in range(4))
+SECOND = tuple(f"{block}.1" for block in ALL_BLOCKS)  # of each block's layers
 
 # Regions, the units inside blocks, and prefetch. Each holds a rule that the others do not: who is
 # gathered again behind a region, and who is not; the last, that nobody is while a block computes.
@@ -215,7 +215,7 @@ def compare_regions(rank: int, size: int) -> None:
     """Hold the gathers of regions that share blocks against plans."""
     x = torch.ones(4, 3)
     for regions, inner, prefetch in REGIONS:
-        units = [*BLOCKS, *inner]
+        units = [*ALL_BLOCKS, *inner]
         planned = zshard.plan(Regions(regions), size, batch=x, units=units, prefetch=prefetch)
         model = zshard.wrap(Regions(regions), units=units, prefetch=prefetch)
         for _ in range(3):
