@@ -40,6 +40,13 @@ class Pair(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+class Listing(Pair):
+    """Lists its parameters, where torch's own method generates them."""
+
+    def parameters(self, recurse: bool = True) -> list[nn.Parameter]:  # type: ignore[override]
+        return list(super().parameters(recurse))
+
+
 def pairs(width: int) -> nn.Sequential:
     return nn.Sequential(Pair(width), Pair(width))
 
@@ -110,6 +117,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2)),
         ["0.0", "0.1", "1.0", "1.1"],  # a list itself is never called
     ),
+    "blocks that list parameters": (lambda: nn.Sequential(Listing(3), Listing(3)), ["0", "1"]),
     "stages of a net": (net, STAGES),
     "stages of lists": (
         lambda: nn.Sequential(*(Stage(w, 1, w, pairs) for w in (3, 6))),

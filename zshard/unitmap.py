@@ -193,7 +193,7 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
         alike: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
         if isinstance(module, _CONTAINERS):
             for child in module.children():
-                if next(child.parameters(), None) is not None:
+                if any(True for _ in child.parameters()):
                     alike[type(child)].append(child)
         stages = {kind for kind, siblings in alike.items() if _are_stages(siblings)}
         blocks: list[tuple[str, nn.Module]] = []
