@@ -123,8 +123,8 @@ def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None)
     The folder has model.safetensors (or several files and their index) and, for a ``transformers``
     model, its config.json and generation_config.json, so that ``from_pretrained`` loads it. (Not
     for one inside another module, as in PEFT's, nor for one some of whose modules were replaced, as
-    ``add_adapter`` does: under their names it would not find all weights, and draw the others at
-    random.) It is written as ``save`` writes, whole or absent.
+    ``add_adapter`` does, or left out, or tied by hand: under their names it would not find all
+    weights, and draw the others at random.) It is written as ``save`` writes, whole or absent.
 
     Args:
         path: a new folder, or one that ``export`` has written.
