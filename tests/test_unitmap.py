@@ -191,3 +191,16 @@ def gathered_at_once(rank: int, world_size: int) -> float:
 
 def test_a_list_of_sequentials_is_not_gathered_as_a_whole() -> None:
     assert run_ranks(gathered_at_once, 2) == [pytest.approx(2 / 8, rel=0.02)] * 2
+
+
+def of_another_width(rank: int, world_size: int) -> str:
+    """What is said of a second stage that on one rank is wider, so that the map is another."""
+    width = 3 + 3 * rank
+    with pytest.raises(zshard.MismatchError) as caught:
+        zshard.wrap(nn.Sequential(Stage(3, 2, width), Stage(width, 2, 1)))
+    return str(caught.value)
+
+
+def test_where_units_differ_because_shapes_do_a_shape_is_named() -> None:
+    for said in run_ranks(of_another_width, 2):
+        assert "parameter 0.reduction.weight: rank 0 and rank 1 differ in shape: (3, 3)" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -132,9 +133,8 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     """Fully qualified names of the modules that ``units`` makes units of."""
     modules = dict(model.named_modules())
     if units is None:
-        blocks = _repeated_blocks(model)
-        inside = tuple(f"{block}." for block in blocks)
-        rest = [name for name, _ in model.named_parameters() if not name.startswith(inside)]
+        blocks = set(_repeated_blocks(model))
+        rest = [name for name, _ in model.named_parameters() if blocks.isdisjoint(_around(name))]
         members = {m for m in _members(model) if any(name.startswith(f"{m}.") for name in rest)}
         return [name for name in modules if name in members or name in blocks]
     if units == "model":
@@ -158,6 +158,11 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     if classes and not any(isinstance(m, classes) for m in modules.values()):
         raise InputError(f"units: no module of the model is a {' or a '.join(map(str, classes))}")
     return [n for n, m in modules.items() if n in names or isinstance(m, classes)]
+
+
+def _around(name: str) -> Iterator[str]:
+    """Names of the modules around what ``name`` leads to, but the root's."""
+    return accumulate(name.split(".")[:-1], "{}.{}".format)
 
 
 def _layers(modules: dict[str, nn.Module]) -> list[str]:

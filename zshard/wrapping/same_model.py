@@ -34,6 +34,9 @@ class _Fact(NamedTuple):
     on_meta: bool
 
 
+_OF_MODEL = ("name", "shape", "stride", "dtype", "requires_grad", "on_meta")  # and not of its units
+
+
 def check(
     specs: Sequence[UnitSpec],
     comm: Comm,
@@ -69,8 +72,9 @@ def check(
     _compare_options(cast("list[Mapping[str, str]]", told), comm)
     everyone = cast("list[list[_Fact]]", comm.all_gather_object(facts, Tag(None, "wrap")))
     by_name = [{fact.name: fact for fact in facts} for facts in everyone]
-    for name in dict.fromkeys(fact.name for facts in everyone for fact in facts):
-        _compare(name, [facts.get(name) for facts in by_name], comm)
+    for fields in (_OF_MODEL, _Fact._fields):  # of other shapes, the units may be others, too
+        for name in dict.fromkeys(fact.name for facts in everyone for fact in facts):
+            _compare(name, [facts.get(name) for facts in by_name], fields, comm)
     orders = [[fact.name for fact in facts] for facts in everyone]
     for rank, order in enumerate(orders):
         for ours, theirs in zip(orders[0], order, strict=True):
@@ -100,19 +104,19 @@ def _compare_options(everyone: Sequence[Mapping[str, str]], comm: Comm) -> None:
             )
 
 
-def _compare(name: str, facts: Sequence[_Fact | None], comm: Comm) -> None:
-    first = facts[0]
-    differing = [rank for rank, fact in enumerate(facts) if fact != first]
+def _compare(name: str, facts: Sequence[_Fact | None], fields: Sequence[str], comm: Comm) -> None:
+    seen = [fact and tuple(getattr(fact, field) for field in fields) for fact in facts]
+    differing = [rank for rank, each in enumerate(seen) if each != seen[0]]
     if not differing:
         return
-    other = facts[differing[0]]
+    first, other = facts[0], facts[differing[0]]
     if first is None or other is None:
         raise MismatchError(
             f"only some ranks have the parameter {name!r}: "
             f"{comm.names(r for r, fact in enumerate(facts) if fact is not None)} do. Every rank "
             "must build the same model, tie the same parameters in it, and pass the same ignored=."
         )
-    field = next(f for f in _Fact._fields if getattr(first, f) != getattr(other, f))
+    field = next(f for f in fields if getattr(first, f) != getattr(other, f))
     a, b = getattr(first, field), getattr(other, field)
     raise MismatchError(
         f"parameter {name}: {_with_first(differing, comm)} differ in {field}: {a!r} on "
