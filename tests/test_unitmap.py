@@ -79,8 +79,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(Stage(3, 1, 6), Stage(6, 2, 12), Stage(12, 8, 1))
 
 
-# The only block of its first stage is not repeated.
-STAGES = ["0", "1", "1.blocks.0", "1.blocks.1", "2", *(f"2.blocks.{i}" for i in range(8))]
+STAGES = ["0.blocks.0", "1.blocks.0", "1.blocks.1", *(f"2.blocks.{i}" for i in range(8))]
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "layers": (lambda: layers(norm=True), ["1", "3"]),
@@ -121,8 +120,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "stages of a net": (net, STAGES),
     "stages of lists": (
         lambda: nn.Sequential(*(Stage(w, 1, w, pairs) for w in (3, 6))),
-        ["0", "0.blocks.0.0", "0.blocks.0.1", "1", "1.blocks.0.0", "1.blocks.0.1"],
+        ["0.blocks.0.0", "0.blocks.0.1", "1.blocks.0.0", "1.blocks.0.1"],
     ),
+    "no block repeated": (lambda: nn.Sequential(Stage(3, 1, 6), Stage(6, 1, 1)), ["0", "1"]),
     "experts": (lambda: nn.Sequential(Stage(3, 4, 3), Stage(3, 4, 3)), ["0", "1"]),
     "experts in one": (lambda: nn.Sequential(Stage(3, 4, 3), Stage(3, 0, 3)), ["0", "1"]),
     "layers and norms": (

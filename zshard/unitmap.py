@@ -190,15 +190,16 @@ def _members(model: nn.Module, prefix: str = "") -> list[str]:
 def _repeated_blocks(model: nn.Module) -> list[str]:
     """Children with parameters of a ModuleList, Sequential or ModuleDict whose class is repeated.
 
-    Containers inside containers are looked into, and a block is not, unless it is a stage of a net;
-    a repeated Sequential is a block itself where it holds layers alone, and none of its own.
+    Containers inside containers are looked into, and a block is not; a repeated Sequential is a
+    block itself where it holds layers alone, and none of its own. Of a stage of a net the blocks
+    are what its lists hold.
     """
 
     def within(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
         alike: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
         if isinstance(module, _CONTAINERS):
             for child in module.children():
-                if any(True for _ in child.parameters()):
+                if any(True for _ in child.parameters()):  # which a class may have return a list
                     alike[type(child)].append(child)
         stages = {kind for kind, siblings in alike.items() if _are_stages(siblings)}
         blocks: list[tuple[str, nn.Module]] = []
@@ -207,9 +208,8 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
             called = not isinstance(child, (*_CONTAINERS, *_NEVER_CALLED))
             repeated = len(alike[type(child)]) > 1
             if repeated and called:
-                blocks.append((path, child))
-                if type(child) not in stages:
-                    continue
+                blocks += _blocks_of(path, child) if type(child) in stages else [(path, child)]
+                continue
             inner = within(path, child)
             layers_alone = all(next(block.children(), None) is None for _, block in inner)
             if repeated and isinstance(child, nn.Sequential) and layers_alone:
@@ -222,37 +222,43 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def _are_stages(siblings: Sequence[nn.Module]) -> bool:
-    """Whether blocks of one class are stages of a net: what they hold are mostly blocks in lists.
+    """Whether blocks of one class are stages of a net, each of little else than blocks in lists.
 
-    Such stages differ in width. Blocks that hold a list of experts do not, and their experts, of
-    which one or another may be called, are no units.
+    Such stages differ in width, and repeat blocks. Blocks that hold a list of experts do not differ
+    in it, and their experts, of which one or another may be called, are no units.
     """
     params = [param for sibling in siblings for param in sibling.parameters()]
     if any(is_lazy(param) for param in params):
         return False  # which ``check_kinds`` refuses
     widths: set[frozenset[torch.Size]] = set()
-    held = 0
+    held, repeat = 0, False
     for sibling in siblings:
-        blocks = [each for each in _listed(sibling) if _has_several_layers(each)]
+        blocks = [block for _, block in _blocks_of("", sibling)]
         weights = [param for block in blocks for param in block.parameters()]
         widths.add(frozenset(weight.shape for weight in weights))
         held += sum(weight.numel() for weight in weights)
-    total = sum(param.numel() for param in params)
-    return len(widths) > 1 and frozenset() not in widths and 2 * held > total
+        repeat = repeat or len({type(block) for block in blocks}) < len(blocks)
+    little_else = 3 * held > 2 * sum(param.numel() for param in params)
+    return repeat and len(widths) > 1 and frozenset() not in widths and little_else
+
+
+def _blocks_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What has several layers of what is in containers in ``module``, which is called ``name``."""
+    blocks: list[tuple[str, nn.Module]] = []
+    for child_name, child in module.named_children():
+        if isinstance(child, _CONTAINERS):
+            path = f"{name}.{child_name}"
+            for member_name, member in child.named_children():
+                if not isinstance(member, _CONTAINERS) and _has_several_layers(member):
+                    blocks.append((f"{path}.{member_name}", member))
+            blocks += _blocks_of(path, child)
+    return blocks
 
 
 def _has_several_layers(module: nn.Module) -> bool:
     """Whether several modules in it have a matrix; of a convolution and its normalisation one."""
     own = (each._parameters.values() for each in module.modules())
     return sum(any(p is not None and p.dim() > 1 for p in params) for params in own) > 1
-
-
-def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    """What is in containers that are children of ``module``, or inside of such containers."""
-    for child in module.children():
-        if isinstance(child, _CONTAINERS):
-            yield from (each for each in child.children() if not isinstance(each, _CONTAINERS))
-            yield from _listed(child)
 
 
 def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:

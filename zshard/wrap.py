@@ -78,7 +78,7 @@ def wrap(
             and the gradient buffer. "ddp" ("no_shard"): nothing. Or a callable (name, module) ->
             one of these, asked once for each unit; the root's name is "".
         units: what is gathered and freed together. None: the repeated blocks of every ModuleList
-            and Sequential (of a stage of a net the blocks in it, too), and one unit for the rest.
+            and Sequential (of the stages of a net, those in them), and one unit for the rest.
             "model": one unit. "layer": every module that owns parameters. Or module classes, fully
             qualified names, or a callable (name, module) -> bool.
         precision: see ``Precision``; None keeps every parameter's own dtype.
