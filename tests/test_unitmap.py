@@ -40,6 +40,29 @@ class Pair(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+class Expert(nn.Module):
+    """Two layers, wider inside than what goes in and out."""
+
+    def __init__(self, width: int, inside: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inside), nn.Linear(inside, width)
+
+
+class Experts(nn.Module):
+    """Experts of which every row goes to one; their weights are read at once."""
+
+    def __init__(self, width: int, inside: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(Expert(width, inside) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.gate(x).argmax(1)
+        up = torch.stack([expert.up.weight for expert in self.experts])[chosen]
+        down = torch.stack([expert.down.weight for expert in self.experts])[chosen]
+        return x + (down @ (up @ x[..., None]).relu())[..., 0]
+
+
 class Listing(Pair):
     """Lists its parameters, where torch's own method generates them."""
 
@@ -57,6 +80,15 @@ class Normed(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+
+class Convolutions(nn.Module):
+    """Two convolutions, whose window is the same in every stage, as is the size of a table."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(width, width, 3), nn.Conv2d(width, width, 3)
+        self.table = nn.Parameter(torch.zeros(25, 2))
 
 
 class Stage(nn.Module):
@@ -122,9 +154,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: nn.Sequential(*(Stage(w, 1, w, pairs) for w in (3, 6))),
         ["0.blocks.0.0", "0.blocks.0.1", "1.blocks.0.0", "1.blocks.0.1"],
     ),
+    "stages of convolutions": (
+        lambda: nn.Sequential(Stage(4, 2, 8, Convolutions), Stage(8, 2, 1, Convolutions)),
+        ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"],
+    ),
     "no block repeated": (lambda: nn.Sequential(Stage(3, 1, 6), Stage(6, 1, 1)), ["0", "1"]),
     "experts": (lambda: nn.Sequential(Stage(3, 4, 3), Stage(3, 4, 3)), ["0", "1"]),
     "experts in one": (lambda: nn.Sequential(Stage(3, 4, 3), Stage(3, 0, 3)), ["0", "1"]),
+    "experts of other widths": (lambda: nn.Sequential(Experts(4, 9), Experts(4, 16)), ["0", "1"]),
     "layers and norms": (
         lambda: nn.Sequential(Stage(3, 2, 6, Normed), Stage(6, 2, 1, Normed)),
         ["0", "1"],
@@ -154,6 +191,18 @@ def test_models_wrapped_as_one_train_as_plain_ones_do() -> None:
             ).sum().backward()
     for name, param in plain.named_parameters():
         assert torch.equal(zshard.full_grad(model, name), param.grad), name
+
+
+def test_layers_of_experts_train_however_wide_these_are() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Experts(4, 9), Experts(4, 16))
+    model = zshard.wrap(copy.deepcopy(plain))
+    for each in (plain, model):
+        each(torch.ones(3, 4)).sum().backward()
+    for name, param in plain.named_parameters():
+        grad = zshard.full_grad(model, name)
+        assert (grad is None) == (param.grad is None), name
+        assert grad is None or torch.equal(grad, param.grad), name
 
 
 def stages(rank: int, world_size: int) -> tuple[float, bool]:

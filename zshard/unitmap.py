@@ -1,8 +1,7 @@
-"""Which parameters form a unit: the automatic map, and the ones a user can ask for."""
+"""Which parameters form a unit: the map, from the modules that are found or asked for."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from .attributes import reserved_attributes
 from .errors import InputError, WrapError
 from .precision import FLOATS, Dtypes, Precision
+from .repeated import NEVER_CALLED, repeated_blocks
 
 Units = (
     str
@@ -25,8 +25,6 @@ Units = (
     | Callable[[str, nn.Module], bool]
     | None
 )
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
         for (name, module), parent, own in zip(found, parents, params, strict=True)
     ]
     for spec in specs[1:]:
-        if spec.params and type(spec.module) in _NEVER_CALLED:
+        if spec.params and type(spec.module) in NEVER_CALLED:
             raise InputError(
                 f"units: {spec.name!r} is a {type(spec.module).__name__}, which has no forward to "
                 "gather it for. Make its members units, or the module around it."
@@ -133,7 +131,7 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     """Fully qualified names of the modules that ``units`` makes units of."""
     modules = dict(model.named_modules())
     if units is None:
-        blocks = set(_repeated_blocks(model))
+        blocks = set(repeated_blocks(model))
         rest = [name for name, _ in model.named_parameters() if blocks.isdisjoint(_around(name))]
         members = {m for m in _members(model) if any(name.startswith(f"{m}.") for name in rest)}
         return [name for name in modules if name in members or name in blocks]
@@ -173,7 +171,7 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
         read = isinstance(module, NonDynamicallyQuantizableLinear)
         if any(param is not None for param in module._parameters.values()) and not read:
             user = name
-            while isinstance(modules[user], _NEVER_CALLED) and user:
+            while isinstance(modules[user], NEVER_CALLED) and user:
                 user = user.rpartition(".")[0]  # no call of it announces the use
             found.add(user)
     return [name for name in modules if name in found]
@@ -181,84 +179,10 @@ def _layers(modules: dict[str, nn.Module]) -> list[str]:
 
 def _members(model: nn.Module, prefix: str = "") -> list[str]:
     """What a script calls of a model that has no forward: several models wrapped as one."""
-    if type(model) not in _NEVER_CALLED:
+    if type(model) not in NEVER_CALLED:
         return [prefix.removesuffix(".")] if prefix else []
     children = model.named_children()
     return [name for path, child in children for name in _members(child, f"{prefix}{path}.")]
-
-
-def _repeated_blocks(model: nn.Module) -> list[str]:
-    """Children with parameters of a ModuleList, Sequential or ModuleDict whose class is repeated.
-
-    Containers inside containers are looked into, and a block is not; a repeated Sequential is a
-    block itself where it holds layers alone, and none of its own. Of a stage of a net the blocks
-    are what its lists hold.
-    """
-
-    def within(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        alike: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
-        if isinstance(module, _CONTAINERS):
-            for child in module.children():
-                if any(True for _ in child.parameters()):  # which a class may have return a list
-                    alike[type(child)].append(child)
-        stages = {kind for kind, siblings in alike.items() if _are_stages(siblings)}
-        blocks: list[tuple[str, nn.Module]] = []
-        for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
-            called = not isinstance(child, (*_CONTAINERS, *_NEVER_CALLED))
-            repeated = len(alike[type(child)]) > 1
-            if repeated and called:
-                blocks += _blocks_of(path, child) if type(child) in stages else [(path, child)]
-                continue
-            inner = within(path, child)
-            layers_alone = all(next(block.children(), None) is None for _, block in inner)
-            if repeated and isinstance(child, nn.Sequential) and layers_alone:
-                blocks.append((path, child))
-            else:
-                blocks += inner
-        return blocks
-
-    return [path for path, _ in within("", model)]
-
-
-def _are_stages(siblings: Sequence[nn.Module]) -> bool:
-    """Whether blocks of one class are stages of a net, each of little else than blocks in lists.
-
-    Such stages differ in width, and repeat blocks. Blocks that hold a list of experts do not differ
-    in it, and their experts, of which one or another may be called, are no units.
-    """
-    params = [param for sibling in siblings for param in sibling.parameters()]
-    if any(is_lazy(param) for param in params):
-        return False  # which ``check_kinds`` refuses
-    widths: set[frozenset[torch.Size]] = set()
-    held, repeat = 0, False
-    for sibling in siblings:
-        blocks = [block for _, block in _blocks_of("", sibling)]
-        weights = [param for block in blocks for param in block.parameters()]
-        widths.add(frozenset(weight.shape for weight in weights))
-        held += sum(weight.numel() for weight in weights)
-        repeat = repeat or len({type(block) for block in blocks}) < len(blocks)
-    little_else = 3 * held > 2 * sum(param.numel() for param in params)
-    return repeat and len(widths) > 1 and frozenset() not in widths and little_else
-
-
-def _blocks_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What has several layers of what is in containers in ``module``, which is called ``name``."""
-    blocks: list[tuple[str, nn.Module]] = []
-    for child_name, child in module.named_children():
-        if isinstance(child, _CONTAINERS):
-            path = f"{name}.{child_name}"
-            for member_name, member in child.named_children():
-                if not isinstance(member, _CONTAINERS) and _has_several_layers(member):
-                    blocks.append((f"{path}.{member_name}", member))
-            blocks += _blocks_of(path, child)
-    return blocks
-
-
-def _has_several_layers(module: nn.Module) -> bool:
-    """Whether several modules in it have a matrix; of a convolution and its normalisation one."""
-    own = (each._parameters.values() for each in module.modules())
-    return sum(any(p is not None and p.dim() > 1 for p in params) for params in own) > 1
 
 
 def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:
