@@ -157,12 +157,17 @@ def _as_json(value: object, what: str) -> Json:
     if isinstance(value, dict):
         for key in value:
             if type(key) is not str:
-                raise InputError(f"{what} has the key {key!r}; JSON has text for keys")
+                raise InputError(
+                    f"{what} has the key {key!r}; JSON has text for keys: make it text, or leave "
+                    f"{what} out (a scheduler's constructor sets it anew)"
+                )
         return {as_text(key, what): _as_json(v, f"{what}[{key!r}]") for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [_as_json(item, f"{what}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"{what} is {value}, which JSON does not have; store it as text")
+        raise InputError(
+            f"{what} is {value}, which JSON does not have; store it as text, or leave it out"
+        )
     if type(value) is str:
         return as_text(value, what)
     if isinstance(value, float):  # also numpy's

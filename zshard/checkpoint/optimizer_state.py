@@ -48,7 +48,10 @@ def parameters_of(
         OptimizerError: if it is one around another one.
     """
     if not isinstance(optimizer, Optimizer):
-        raise InputError(f"optimizer: expected a torch.optim.Optimizer, got a {type(optimizer)}")
+        raise InputError(
+            f"optimizer: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}. Of "
+            "several optimizers, save each to a folder of its own, and load it from there."
+        )
     _refuse_states_elsewhere(optimizer)
     found = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for param, _ in found:
