@@ -22,6 +22,7 @@ from training import Record, assert_close, assert_same_bits
 
 import zshard
 from zshard import ops
+from zshard.comm import Comm
 from zshard.tag import Tag
 from zshard.transports import symmetric_memory, transport
 from zshard.transports.groups import Ranks
@@ -272,14 +273,14 @@ def test_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(
 
 
 def interrupted(rank: int, world_size: int, op: str) -> list[str]:
-    """A step between two barriers of which every rank is interrupted; a reset, and another step."""
+    """A step in the middle of which every rank is interrupted; a reset, and another step."""
     take(Double())
     model = zshard.wrap(torch.nn.Linear(4, 4), comm="peer")
     says = []
     for interrupt in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if interrupt:
-                patch.setattr(ops, op, raise_interrupt)
+                patch.setattr(Comm if op == "all_gather" else ops, op, raise_interrupt)
             try:
                 model(torch.ones(1, 4)).sum().backward()
                 zshard.full_grad(model, "weight")
@@ -290,17 +291,24 @@ def interrupted(rank: int, world_size: int, op: str) -> list[str]:
     return says
 
 
-def raise_interrupt(*args: object) -> None:
+def raise_interrupt(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("op", ["gather_cast_", "reduce_peers_"])
-def test_nothing_is_read_after_an_exception_between_barriers(op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "where"),
+    [
+        ("gather_cast_", "a collective"),
+        ("reduce_peers_", "a collective"),
+        ("all_gather", "the gather of unit 'root'"),
+    ],
+)
+def test_nothing_is_read_after_an_exception_before_or_between_barriers(op: str, where: str) -> None:
     """The rank's next barrier would meet the other ranks' barrier before that."""
     for first, then in run_ranks(interrupted, 2, op):
         assert first == "KeyboardInterrupt: "
         assert then.startswith("CommError: rank ")
-        assert "KeyboardInterrupt was raised in it during a collective" in then
+        assert f"KeyboardInterrupt was raised in it during {where}" in then
 
 
 def on_one_gpu(rank: int, world_size: int, precision: str) -> list[Record]:
