@@ -25,3 +25,24 @@ def test_an_alias_taken_in_inference_mode_may_be_written_outside_of_it(
     assert model(torch.ones(1, 3)).tolist() == [[6.0, 6.0]]
     model(torch.ones(1, 3)).sum().backward()
     assert torch.equal(zshard.full_grad(model, "weight"), torch.ones(2, 3))
+
+
+def test_data_set_to_itself_or_of_a_gradient_leaves_the_parameters_aliases() -> None:
+    model = zshard.wrap(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    alias = model.weight.data
+    model.weight.data = model.weight
+    model.weight.grad.data = torch.full((2, 3), 5.0)
+    alias.fill_(2.0)
+    assert torch.equal(zshard.full_param(model, "weight"), torch.full((2, 3), 2.0))
+    assert torch.equal(zshard.full_grad(model, "weight"), torch.full((2, 3), 5.0))
+
+
+def test_a_gradient_that_comes_to_an_alias_is_an_error_and_not_lost() -> None:
+    weight = zshard.wrap(nn.Linear(3, 2)).weight
+    alias = weight.detach().requires_grad_()
+    found = torch.autograd.grad(alias * 2.0, alias, torch.ones(2, 3))
+    assert torch.equal(found[0], torch.full((2, 3), 2.0))
+    with pytest.raises(zshard.StateError, match="weight: only the parameter itself has a gradient"):
+        (alias * 2.0).backward(torch.ones(2, 3))
+    assert weight.grad is None

@@ -100,10 +100,7 @@ class Sharded(torch.Tensor):
         if self._is_param:
             self.flat.grads.set(self.segment, value)
         elif value is not None:
-            raise StateError(
-                f"{self.fqn}: only the parameter itself has a gradient; this is a tensor made from "
-                "it (.data, detach()). Assign .grad to the parameter"
-            )
+            _refuse_grad(self)
 
     @property
     def data(self) -> torch.Tensor:
@@ -144,6 +141,8 @@ class Sharded(torch.Tensor):
         super().requires_grad_(requires_grad)
         if self._is_param:
             self._forbid_gradients()
+        elif changes and requires_grad:
+            super().register_post_accumulate_grad_hook(_refuse_grad)  # type: ignore[no-untyped-call]
         return self
 
     def detach_(self) -> torch.Tensor:
@@ -254,7 +253,9 @@ class Sharded(torch.Tensor):
     ) -> Any:
         """torch's functions as they are, but for gradients that would be None without an error."""
         if func is _grad or func is _backward:
-            _refuse_as_inputs(args[1] if func is _grad else kwargs["inputs"])
+            from .sharded.refusals import refuse_as_inputs  # likewise
+
+            refuse_as_inputs(args[1] if func is _grad else kwargs["inputs"])
         for each in types:
             if not issubclass(each, Sharded):  # whose say it is, as if this were a plain tensor
                 others = tuple(kind for kind in types if not issubclass(kind, Sharded))
@@ -279,16 +280,11 @@ def _refuse_gradient(flat: ref[Flat], segment: int, grad: torch.Tensor) -> NoRet
     )
 
 
-def _refuse_as_inputs(inputs: torch.Tensor | Sequence[object] | None) -> None:
-    """Raise if a parameter is among ``inputs``, of which gradients are wanted."""
-    for each in (inputs,) if isinstance(inputs, torch.Tensor) else inputs or ():
-        if isinstance(each, Sharded) and each._is_param:
-            raise StateError(
-                f"{each.fqn}: no graph leads to the sharded parameter, because units compute with "
-                "whole ones; so torch.autograd.grad and backward(inputs=...) would find no "
-                "gradient of it. Call loss.backward() and read .grad or zshard.full_grad(model, "
-                "name). Freeze (requires_grad_(False)) before the forward what is to have none."
-            )
+def _refuse_grad(of: Sharded) -> NoReturn:
+    raise StateError(
+        f"{of.fqn}: only the parameter itself has a gradient; this is a tensor made from it "
+        "(.data, detach()). Assign .grad to the parameter, or take gradients by torch.autograd.grad"
+    )
 
 
 def _needs_memory(name: str) -> Callable[..., NoReturn]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ..errors import OptimizerError, ShardedAccessError
+from ..errors import OptimizerError, ShardedAccessError, StateError
 from ..param import Sharded, ShardedGrad
 from ..training_state import TrainingState, modules_called
 
@@ -186,3 +186,15 @@ def _wrapper_at_work() -> str | None:
             if module.startswith(package):
                 return wrapper
     return None
+
+
+def refuse_as_inputs(inputs: torch.Tensor | Sequence[object] | None) -> None:
+    """Raise if a parameter is among ``inputs``, of which gradients are wanted."""
+    for each in (inputs,) if isinstance(inputs, torch.Tensor) else inputs or ():
+        if isinstance(each, Sharded) and each._is_param:
+            raise StateError(
+                f"{each.fqn}: no graph leads to the sharded parameter, because units compute with "
+                "whole ones; so torch.autograd.grad and backward(inputs=...) would find no "
+                "gradient of it. Call loss.backward() and read .grad or zshard.full_grad(model, "
+                "name). Freeze (requires_grad_(False)) before the forward what is to have none."
+            )
