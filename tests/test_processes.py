@@ -87,6 +87,24 @@ def test_a_rank_that_goes_early_ends_no_collective_of_the_others() -> None:
     assert run_ranks(outlasts, 3, timeout=30) == [6.0, 0.0, 6.0]
 
 
+def tells_something_else(rank: int, world_size: int) -> bool:
+    """Rank 0 tells many words, where rank 1 tells an object, of fewer bytes."""
+    over = Ranks(dist.new_group(timeout=timedelta(seconds=1)), _CPU)
+    try:
+        if rank == 0:
+            over.all_gather_words(torch.zeros(99, dtype=torch.int64))
+        else:
+            over.all_gather_object("")
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_words_and_objects_are_not_taken_for_each_other() -> None:
+    """In one collective gloo would end the process that gets more bytes than it expects."""
+    assert run_ranks(tells_something_else, 2) == [True, True]
+
+
 def fails(rank: int, world_size: int, over: str) -> str:
     if over == "nccl":  # beside which the hosts talk over gloo
         groups._backend_name = lambda group, device: "nccl"

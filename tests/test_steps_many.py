@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import models
 import pytest
 import torch
 from ranks import run_ranks
-from steps import all_by_messages
+from steps import all_by_messages, build
 from test_steps_ddp import assert_ranks_hold_the_same_model, both_sides
 from training import STEPS, Record, Wrapped, adamw, assert_close, assert_same_bits, train
 
 import zshard
+from zshard.wrap import schedule_of
 
 # A sum of three or four fp32 gradients in another order differs in its last bit or two (1e-7);
 # ten steps of AdamW, which divides by their root mean square, amplify that some tenfold.
@@ -108,3 +111,18 @@ def test_messages_between_three_ranks_give_the_collectives_bits() -> None:
         run_ranks(by_messages, 3, "gpt", "zero3"), expected, strict=True
     ):
         assert_same_bits(actual, other)
+
+
+def ends_behind_a_step(rank: int, world_size: int) -> None:
+    """Rank 1 comes late to the gathers of what the step has updated, as rank 0 ends."""
+    all_by_messages(rank)
+    model = build(strategy="zero2", comm="group")
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    if rank == 1:
+        schedule_of(model).comm.interpose = lambda op, tag: time.sleep(0.2 * (op == "all_gather"))
+    optimizer.step()
+
+
+def test_a_script_may_end_behind_a_step_whose_updates_others_still_gather() -> None:
+    run_ranks(ends_behind_a_step, 2, timeout=20)
