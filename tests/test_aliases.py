@@ -39,10 +39,12 @@ def test_data_set_to_itself_or_of_a_gradient_leaves_the_parameters_aliases() -> 
 
 
 def test_a_gradient_that_comes_to_an_alias_is_an_error_and_not_lost() -> None:
-    weight = zshard.wrap(nn.Linear(3, 2)).weight
-    alias = weight.detach().requires_grad_()
+    model = zshard.wrap(nn.Linear(3, 2))
+    model.weight.requires_grad_(False)
+    alias = model.weight.detach().requires_grad_()  # which trains no parameter
     found = torch.autograd.grad(alias * 2.0, alias, torch.ones(2, 3))
     assert torch.equal(found[0], torch.full((2, 3), 2.0))
     with pytest.raises(zshard.StateError, match="weight: only the parameter itself has a gradient"):
         (alias * 2.0).backward(torch.ones(2, 3))
-    assert weight.grad is None
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is None
