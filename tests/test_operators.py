@@ -105,6 +105,14 @@ def test_files_of_shards_are_refused(tmp_path: Path) -> None:
     assert torch.equal(whole, zshard.full_param(model, "weight"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_cast_has_the_dtype_that_was_asked_for_be_it_the_gradients(dtype: torch.dtype) -> None:
+    precision = zshard.Precision.bf16(reduce=torch.bfloat16)
+    weight = zshard.wrap(nn.Linear(3, 5), precision=precision).weight.detach()
+    for cast in (weight.to(dtype), torch.zeros_like(weight, dtype=dtype)):
+        assert cast.dtype == cast.local.dtype == dtype
+
+
 def test_a_list_may_hold_buffers_beside_sharded_parameters() -> None:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 5)) for _ in range(2)]

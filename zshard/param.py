@@ -178,8 +178,7 @@ class Sharded(torch.Tensor):
 
     def _like(self, local: torch.Tensor) -> Sharded:
         """Another sharded tensor of the same elements, whose slice here is ``local``."""
-        dtypes = self.flat.dtypes
-        dtype = None if local.dtype in (dtypes.master, dtypes.reduce) else local.dtype
+        dtype = None if local.dtype == self.flat.dtypes.master else local.dtype
         return Sharded(local, self.flat, self.segment, dtype=dtype)
 
     def _lines_up_with(self, other: Sharded) -> bool:
