@@ -48,3 +48,9 @@ def test_a_gradient_that_comes_to_an_alias_is_an_error_and_not_lost() -> None:
         (alias * 2.0).backward(torch.ones(2, 3))
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is None
+
+
+def test_data_of_a_tensor_like_the_parameter_on_another_device_is_refused() -> None:
+    weight = zshard.wrap(nn.Linear(3, 2)).weight
+    with pytest.raises(zshard.StateError, match=r"weight: \.data = a tensor of .* on meta would"):
+        weight.data = torch.empty_like(weight, device="meta")
