@@ -104,19 +104,20 @@ def test_a_load_hides_no_other_one_before_it(strategy: str) -> None:
         assert "by a value that has been replaced since" in message
 
 
-def one_element(rank: int, world_size: int) -> str:
+def one_element(rank: int, world_size: int, reads: bool) -> str:
     model = build()
     one_step(model, rank, 0)
     new = values(0.0)
     new["blocks.1.up.bias"][3] += float(rank == 1)
     model.load_state_dict(new)
     with pytest.raises(zshard.MismatchError) as caught:
-        one_step(model, rank, 1)
+        zshard.state_dict(model) if reads else one_step(model, rank, 1)
     return str(caught.value)
 
 
-def test_the_parameter_that_differs_is_named() -> None:
-    for message in run_ranks(one_element, 2):
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_parameter_that_differs_is_named_by_the_next_step_or_read(reads: bool) -> None:
+    for message in run_ranks(one_element, 2, reads):
         assert "the values of blocks.1.up.bias" in message
 
 
