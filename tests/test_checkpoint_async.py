@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
+from zshard.checkpoint import writer
 from zshard.transports.control import control_group, groups_made
 
 
@@ -111,7 +112,7 @@ def test_the_saves_of_two_models_do_not_meet_each_other(tmp_path: Path) -> None:
     run_ranks(two_models, 2, str(tmp_path))
 
 
-def late(rank: int, size: int, folder: str) -> None:
+def late(rank: int, size: int, folder: str, waits: bool) -> None:
     model, _ = started(rank, mesh=dist.new_group(timeout=timedelta(seconds=2)))
     real, delays = os.pwrite, [4 * rank]
 
@@ -123,14 +124,37 @@ def late(rank: int, size: int, folder: str) -> None:
         patch.setattr(os, "pwrite", slow)
         handle = zshard.save(f"{folder}/a", model, asynchronous=True)
         with pytest.raises(zshard.CommError):
-            handle.wait()
+            handle.wait() if waits else zshard.save(f"{folder}/a", model)  # which tells of it, once
     dist.barrier()  # of the default group, which waits longer
     zshard.save(f"{folder}/a", model, extra="again", asynchronous=True).wait()
     assert zshard.load(f"{folder}/a", model).extra == "again"
 
 
-def test_after_a_rank_was_too_slow_for_one_the_next_works(tmp_path: Path) -> None:
-    run_ranks(late, 2, str(tmp_path))
+@pytest.mark.parametrize("waits", [True, False])
+def test_after_a_rank_was_too_slow_for_one_the_next_works(tmp_path: Path, waits: bool) -> None:
+    run_ranks(late, 2, str(tmp_path), waits)
+
+
+def no_memory_for_the_copy(rank: int, size: int, folder: str) -> None:
+    model, _ = started(rank)
+
+    def refused(of: object) -> None:
+        raise RuntimeError("not enough memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(writer, "snapshot", refused)
+        mine = RuntimeError if rank == 1 else zshard.CheckpointError
+        with pytest.raises(mine, match="not enough memory"):
+            zshard.save(f"{folder}/a", model, asynchronous=True)
+    zshard.save(f"{folder}/b", model, asynchronous=True).wait()
+    assert os.listdir(folder) == ["b"]
+
+
+def test_a_copy_that_one_rank_cannot_make_is_told_to_all_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    run_ranks(no_memory_for_the_copy, 2, str(tmp_path))
 
 
 def in_pairs(rank: int, size: int, folder: str) -> None:
