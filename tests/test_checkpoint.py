@@ -118,16 +118,21 @@ def test_the_safetensors_package_reads_the_models_own_names_shapes_and_values(
 
 def untied(rank: int, size: int, folder: str) -> None:
     model = build(1)
-    zshard.save(f"{folder}/tied", model)
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, optimizer, rank, range(1))
+    zshard.save(f"{folder}/tied", model, optimizer)
     torch.manual_seed(5)
     plain = checkpoints.Everything()
     plain.blocks[1].up.weight = torch.nn.Parameter(torch.zeros(13, 7))
     other = zshard.wrap(plain, ignored=["aside"])
-    assert zshard.load(f"{folder}/tied", other) == zshard.Loaded()
+    states = zshard.AdamW(other.parameters())
+    assert zshard.load(f"{folder}/tied", other, states) == zshard.Loaded()
     weight = zshard.full_param(model, "blocks.0.up.weight")
     for block in (0, 1):
         assert torch.equal(zshard.full_param(other, f"blocks.{block}.up.weight"), weight)
-    zshard.save(f"{folder}/untied", other)
+    zshard.save(f"{folder}/untied", other, states)
+    found, key = content(f"{folder}/untied"), "optimizer:blocks.{}.up.weight.exp_avg"
+    assert torch.equal(found[key.format(0)], found[key.format(1)]) and found[key.format(1)].any()
     with pytest.raises(zshard.CheckpointError, match="one tensor in the model, and several"):
         zshard.load(f"{folder}/untied", model)
 

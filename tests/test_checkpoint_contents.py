@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -289,3 +290,26 @@ def test_complex_numbers_of_an_optimizer_come_back_or_are_refused_by_name(tmp_pa
     optimizer.state[model.bias]["turned"] = kept.to(torch.complex128)
     with pytest.raises(zshard.InputError, match=r"'turned' of bias is of torch\.complex128"):
         zshard.save(tmp_path / "b", model, optimizer)
+
+
+class PreTrainedModel(nn.Linear):
+    """By its names one of transformers' own."""
+
+    __module__ = "transformers.modeling_utils"
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(3, 2)
+        self.config = SimpleNamespace(to_json_string=lambda: json.dumps({"rank": rank}))
+
+
+def configs_that_differ(rank: int, size: int, folder: str) -> None:
+    model = zshard.wrap(PreTrainedModel(rank), init="broadcast")
+    with pytest.raises(zshard.MismatchError, match="other arguments"):
+        zshard.export(f"{folder}/a", model)
+    model.config = PreTrainedModel(0).config
+    zshard.export(f"{folder}/a", model)
+
+
+def test_ranks_whose_configs_differ_export_none(tmp_path: Path) -> None:
+    run_ranks(configs_that_differ, 2, str(tmp_path))
+    assert json.loads((tmp_path / "a/config.json").read_text())["rank"] == 0

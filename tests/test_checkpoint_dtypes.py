@@ -116,3 +116,41 @@ def test_states_of_another_librarys_optimizer_get_the_precision_of_a_master(tmp_
     zshard.load(tmp_path / "a", model, optimizer)
     mean = optimizer.state[model.bias]["mean"].local
     assert mean.dtype == torch.float32 and torch.equal(mean[:3], expected)
+
+
+class Short(torch.optim.Optimizer):
+    """Keeps the sum of gradients in bf16, also that of an fp32 parameter."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            total = self.state[param].setdefault("sum", torch.zeros_like(param).bfloat16())
+            total.add_(param.grad)
+
+
+def test_states_in_another_dtype_than_what_they_update_stay_in_that(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    optimizer = Short(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    zshard.save(tmp_path / "a", model, optimizer)
+    again = Short(model.parameters())
+    zshard.load(tmp_path / "a", model, again)
+    there, wanted = (each.state[model.bias]["sum"].local for each in (again, optimizer))
+    assert there.dtype == torch.bfloat16 and torch.equal(there, wanted)
+
+
+def test_a_users_own_state_is_not_rounded_to_the_dtype_that_it_has_now(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    optimizer = zshard.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    average = optimizer.state[model.bias]["exp_avg"].clone()
+    optimizer.state[model.bias]["mine"] = average
+    zshard.save(tmp_path / "a", model, optimizer)
+    optimizer.state[model.bias]["mine"] = average.bfloat16()
+    with pytest.raises(zshard.CheckpointError, match=r"'mine' of bias: of torch\.float32, and"):
+        zshard.load(tmp_path / "a", model, optimizer)

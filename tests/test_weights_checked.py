@@ -148,6 +148,40 @@ def test_copies_of_a_tied_weight_may_lie_in_other_orders(tmp_path: Path) -> None
     assert torch.equal(zshard.full_param(tied, "a.weight"), zshard.full_param(untied, "a.weight"))
 
 
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(3, 4).bfloat16(), torch.ones(3, 4).half().view(torch.bfloat16), torch.ones(4, 3)],
+    ids=["equal in another dtype", "the same bytes in another dtype", "another shape"],
+)
+def test_copies_of_a_tied_weight_in_another_dtype_or_shape_are_refused(
+    other: torch.Tensor, tmp_path: Path
+) -> None:
+    tied = nn.ModuleDict({"a": nn.Linear(4, 3, bias=False), "b": nn.Linear(4, 3, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    model = zshard.wrap(tied, units="model")
+    one = torch.ones(3, 4).to(torch.float32 if other.dtype == torch.float32 else torch.half)
+    save_file({"a.weight": one, "b.weight": other}, tmp_path / "copies.safetensors")
+    before = zshard.full_param(model, "a.weight").clone()
+    with pytest.raises(zshard.CheckpointError, match=r"a\.weight and b\.weight are one tensor"):
+        zshard.load_weights(model, tmp_path / "copies.safetensors")
+    assert torch.equal(zshard.full_param(model, "a.weight"), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weight", torch.ones(2, 3, dtype=torch.int64)), ("count", torch.tensor(2.5))],
+)
+def test_only_floating_point_tensors_are_cast_and_only_to_such(
+    name: str, value: torch.Tensor, tmp_path: Path
+) -> None:
+    plain = nn.Linear(3, 2, bias=False)
+    plain.register_buffer("count", torch.tensor(3))
+    save_file({**plain.state_dict(), name: value}, tmp_path / "other.safetensors")
+    model = zshard.wrap(plain)
+    with pytest.raises(zshard.CheckpointError, match=rf"{name}: of torch\.\w+, and torch"):
+        zshard.load_weights(model, tmp_path / "other.safetensors")
+
+
 def test_damaged_checksums_are_no_leave_to_go_on_without(tmp_path: Path) -> None:
     zshard.save(tmp_path / "one", build(1))
     flip(tmp_path / "one/checkpoint.json")
