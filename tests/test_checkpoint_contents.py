@@ -224,6 +224,17 @@ def test_a_group_without_parameters_gets_its_options_back(tmp_path: Path) -> Non
     assert fresh.param_groups[1]["lr"] == 7.0
 
 
+def test_the_names_that_a_group_was_given_stay_its_own(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(2, 2))
+    named = list(model.named_parameters())
+    zshard.save(tmp_path / "a", model, torch.optim.SGD(named, lr=0.1))
+    for given, names in ((named[::-1], ["bias", "weight"]), (model.parameters(), None)):
+        optimizer = torch.optim.SGD(given, lr=0.5)
+        zshard.load(tmp_path / "a", model, optimizer)
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group.get("param_names")) == (0.1, names)
+
+
 def saves_in_a_child(rank: int, world_size: int, folder: str) -> int:
     model = zshard.wrap(nn.Linear(3, 3))
     handle = zshard.save(f"{folder}/parent", model, asynchronous=True)

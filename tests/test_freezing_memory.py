@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,3 +46,20 @@ def turned(rank: int, world_size: int, freezes: bool) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_memory_of_gradients_that_is_given_back_is_free(world_size: int, freezes: bool) -> None:
     run_ranks(turned, world_size, freezes)
+
+
+def test_states_that_a_load_gives_a_frozen_unit_are_counted(tmp_path: Path) -> None:
+    counted = []
+    for frozen in (False, True):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512))
+        model[1].requires_grad_(not frozen)
+        zshard.wrap(model, units="layer")
+        optimizer = zshard.AdamW(model.parameters())
+        if frozen:
+            zshard.load(tmp_path / "a", model, optimizer)
+        else:
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            zshard.save(tmp_path / "a", model, optimizer)
+        counted.append(zshard.memory(model)["now"]["optimizer"])
+    assert counted[0] == counted[1] > 8 * 9 * 512

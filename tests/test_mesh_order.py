@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import models
 import pytest
@@ -104,3 +107,25 @@ def test_errors_number_the_ranks_as_torch_does(
         whose = "" if rank == misfit else f"rank {misfit}: ArithmeticError: "
         assert refused == f"{whose}no unit"
         assert f"rank {misfit}: full_grad" in begun and f"rank {first}: a forward" in begun
+
+
+def fails_to_save(rank: int, world_size: int, misfit: int, folder: str) -> str:
+    model = zshard.wrap(models.build("odd_parameters"), mesh=DeviceMesh("cpu", [[2, 0], [3, 1]]))
+
+    def refused(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == misfit:
+            patch.setattr(os, "fsync", refused)
+        with pytest.raises(zshard.CheckpointError) as caught:
+            zshard.save(f"{folder}/a", model, asynchronous=True).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("misfit", [1, 2])
+def test_a_failure_in_the_background_is_told_of_the_rank_that_it_was_on(
+    misfit: int, tmp_path: Path
+) -> None:
+    for rank, said in enumerate(run_ranks(fails_to_save, 4, misfit, str(tmp_path))):
+        assert "broken" in said and said.startswith(f"rank {misfit}: ") == (rank != misfit)
