@@ -235,6 +235,29 @@ def test_the_names_that_a_group_was_given_stay_its_own(tmp_path: Path) -> None:
         assert (group["lr"], group.get("param_names")) == (0.1, names)
 
 
+def test_a_shared_buffer_is_stored_once_and_a_load_into_it_is_seen_by_autograd(
+    tmp_path: Path,
+) -> None:
+    def build(shared: bool) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for layer in model:
+            layer.register_buffer("table", torch.zeros(2))
+        if shared:
+            model[1].table = model[0].table
+        return zshard.wrap(model)
+
+    model = build(shared=True)
+    model[0].table += torch.arange(2)
+    zshard.save(tmp_path / "a", model)
+    stored = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
+    assert [name for name in stored if "table" in name] == ["0.table"]
+    other = build(shared=False)
+    version = other[1].table._version
+    assert zshard.load(tmp_path / "a", other) == zshard.Loaded()
+    assert all(layer.table.tolist() == [0, 1] for layer in other)
+    assert other[1].table._version > version
+
+
 def saves_in_a_child(rank: int, world_size: int, folder: str) -> int:
     model = zshard.wrap(nn.Linear(3, 3))
     handle = zshard.save(f"{folder}/parent", model, asynchronous=True)

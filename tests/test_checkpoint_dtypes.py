@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zshard
@@ -154,3 +155,16 @@ def test_a_users_own_state_is_not_rounded_to_the_dtype_that_it_has_now(tmp_path:
     optimizer.state[model.bias]["mine"] = average.bfloat16()
     with pytest.raises(zshard.CheckpointError, match=r"'mine' of bias: of torch\.float32, and"):
         zshard.load(tmp_path / "a", model, optimizer)
+
+
+def test_weights_are_rounded_to_the_parameters_dtype_in_its_master_too(tmp_path: Path) -> None:
+    plain = nn.Linear(4, 3).bfloat16()
+    plain.weight = nn.Parameter(torch.randn(4, 3).bfloat16().t())  # read by index
+    model = zshard.wrap(plain, precision=zshard.Precision(reduce=torch.float32))
+    weights = {"weight": torch.randn(3, 4), "bias": torch.randn(3)}
+    save_file(weights, tmp_path / "fp32.safetensors")
+    zshard.load_weights(model, tmp_path / "fp32.safetensors")
+    zshard.save(tmp_path / "a", model)
+    for name, master in load_file(tmp_path / "a/master.safetensors").items():
+        assert torch.equal(master, weights.pop(name).bfloat16().float()), name
+    assert not weights

@@ -1,0 +1,85 @@
+"""States of optimizers in a checkpoint that lie otherwise in memory, or are of another kind now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import zshard
+
+
+def trained(**options: float) -> tuple[nn.Module, zshard.SGD]:
+    model = zshard.wrap(nn.Linear(4, 3))
+    optimizer = zshard.SGD(model.parameters(), lr=0.1, **options)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_momenta_are_neither_lost_nor_left_as_they_are(tmp_path: Path) -> None:
+    with_momentum, without = trained(momentum=0.9), trained()
+    zshard.save(tmp_path / "with", *with_momentum)
+    zshard.save(tmp_path / "without", *without)
+    for name, into in (("with", without), ("without", with_momentum)):
+        with pytest.raises(zshard.CheckpointError, match=r"state of bias: .* were saved, and it"):
+            zshard.load(tmp_path / name, *into)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (torch.tensor(2.0), torch.ones(3)),
+        (torch.ones(3), torch.tensor(2.0)),
+        (torch.tensor(2.0), 2.0),
+        (2.0, torch.tensor(2.0)),
+    ],
+)
+def test_a_users_state_of_another_kind_is_refused(
+    saved: Tensor | float, now: Tensor | float, tmp_path: Path
+) -> None:
+    model, optimizer = trained()
+    optimizer.state[model.bias]["mine"] = saved
+    zshard.save(tmp_path / "a", model, optimizer)
+    optimizer.state[model.bias]["mine"] = now
+    with pytest.raises(zshard.CheckpointError, match="'mine' of bias: a scalar was saved, or is"):
+        zshard.load(tmp_path / "a", model, optimizer)
+
+
+def test_a_users_state_whose_memory_has_gaps_is_filled(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    optimizer.state[model.bias]["mine"] = torch.arange(3.0)
+    zshard.save(tmp_path / "a", model, optimizer)
+    around = torch.zeros(6)
+    optimizer.state[model.bias]["mine"] = around[::2]
+    zshard.load(tmp_path / "a", model, optimizer)
+    assert around.tolist() == [0, 0, 1, 0, 2, 0]
+
+
+def test_states_of_an_ignored_parameter_are_stored_in_its_shape(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    model.weight = nn.Parameter(torch.randn(4, 3).t())
+    zshard.wrap(model, ignored=["weight"])
+    optimizer = zshard.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (model(torch.eye(4)) * torch.arange(12.0).view(4, 3)).sum().backward()
+    gradient = model.weight.grad.clone()
+    optimizer.step()
+    zshard.save(tmp_path / "a", model, optimizer)
+    stored = load_file(tmp_path / "a/optimizer.safetensors")
+    assert torch.equal(stored["weight.momentum_buffer"], gradient)
+
+
+def test_options_keep_their_types(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    saved, into = (
+        torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr), betas=(lr, 0.9), foreach=False)
+        for lr in (0.25, 0.5)
+    )
+    zshard.save(tmp_path / "a", model, saved)
+    zshard.load(tmp_path / "a", model, into)
+    lr = into.param_groups[0]["lr"]
+    assert isinstance(lr, Tensor) and lr == 0.25
+    assert into.param_groups[0]["betas"] == (0.25, 0.9)
