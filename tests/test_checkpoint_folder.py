@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib
 import os
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
@@ -110,9 +113,24 @@ def test_a_save_that_begins_is_left_alone_from_its_first_moment(
     for name in ("make_folder", "rename"):
         monkeypatch.setattr(files, name, between(name, getattr(files, name)))
     zshard.save(tmp_path / "a", plain())
-    assert calls == ["make_folder", "rename", "rename"]
+    zshard.save(tmp_path / "a", plain(), extra="new")
+    assert calls == ["make_folder", *["rename"] * 2, "make_folder", *["rename"] * 3]
     assert os.listdir(tmp_path) == ["a"]
-    assert zshard.load(tmp_path / "a", plain()).extra is None
+    assert zshard.load(tmp_path / "a", plain()).extra == "new"
+
+
+def test_without_locks_a_save_removes_what_a_killed_one_of_its_name_has_left_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    left = [f".{name}.{'0' * 32}.{what}" for name in "ab" for what in ("saving", "starting")]
+    for name in left:
+        (tmp_path / name).mkdir()
+    zshard.save(tmp_path / "a", plain())
+    assert sorted(os.listdir(tmp_path)) == [*left[2:], "a"]
 
 
 def replaced_while_read(rank: int, size: int, folder: str) -> None:
@@ -139,6 +157,35 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_loaded_anew(
     tmp_path: Path, size: int
 ) -> None:
     run_ranks(replaced_while_read, size, str(tmp_path))
+
+
+def replaced_as_it_is_read_by_one(rank: int, size: int, folder: str) -> None:
+    """Rank 1 has read the old manifest, and rank 0 reads the new one."""
+    load = importlib.import_module("zshard.checkpoint.load")
+    model, new = plain(), plain(1)
+    zshard.save(f"{folder}/a", model, extra="old")
+    zshard.save(f"{folder}/b", new, extra="new")
+    real, first = load.read_manifest, [True]
+
+    def read(place: str) -> object:
+        at_first = bool(first and first.pop())
+        if at_first and rank == 0:
+            dist.barrier()
+        manifest = real(place)
+        if at_first and rank == 1:
+            os.rename(f"{folder}/a", f"{folder}/gone")
+            os.rename(f"{folder}/b", f"{folder}/a")
+            dist.barrier()
+        return manifest
+
+    load.read_manifest = read
+    assert zshard.load(f"{folder}/a", model).extra == "new"
+    for name, _ in model.named_parameters():
+        assert torch.equal(zshard.full_param(model, name), zshard.full_param(new, name))
+
+
+def test_a_checkpoint_that_is_another_for_one_rank_is_loaded_anew_by_all(tmp_path: Path) -> None:
+    run_ranks(replaced_as_it_is_read_by_one, 2, str(tmp_path))
 
 
 def test_an_export_does_not_replace_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:

@@ -39,18 +39,19 @@ def once_before(
     monkeypatch.setattr(module, name, call)
 
 
-def test_of_two_saves_that_keep_one_the_newer_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("theirs_keeps", "left"), [(1, {"a"}), (None, {"a", "b"})])
+def test_of_two_saves_that_keep_one_the_newer_stays_and_none_removes_itself(
+    theirs_keeps: int | None, left: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = model(), model()
     zshard.save(tmp_path / "old", ours)
 
     def other_job(*_: object) -> None:
-        zshard.save(tmp_path / "a", theirs, keep=1)
+        zshard.save(tmp_path / "a", theirs, keep=theirs_keeps)
 
     once_before(monkeypatch, catalogue, "prune", other_job)
     zshard.save(tmp_path / "b", ours, keep=1)
-    assert os.listdir(tmp_path) == ["a"] and zshard.latest(tmp_path) == str(tmp_path / "a")
+    assert set(os.listdir(tmp_path)) == left and zshard.latest(tmp_path) == str(tmp_path / "a")
 
 
 def test_a_checkpoint_replaced_as_it_was_to_be_deleted_stays(

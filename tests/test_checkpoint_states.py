@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -59,7 +60,8 @@ def test_a_users_state_whose_memory_has_gaps_is_filled(tmp_path: Path) -> None:
     assert around.tolist() == [0, 0, 1, 0, 2, 0]
 
 
-def test_states_of_an_ignored_parameter_are_stored_in_its_shape(tmp_path: Path) -> None:
+def ignored(rank: int, size: int, folder: str) -> None:
+    torch.manual_seed(0)
     model = nn.Linear(4, 3, bias=False)
     model.weight = nn.Parameter(torch.randn(4, 3).t())
     zshard.wrap(model, ignored=["weight"])
@@ -67,9 +69,16 @@ def test_states_of_an_ignored_parameter_are_stored_in_its_shape(tmp_path: Path) 
     (model(torch.eye(4)) * torch.arange(12.0).view(4, 3)).sum().backward()
     gradient = model.weight.grad.clone()
     optimizer.step()
-    zshard.save(tmp_path / "a", model, optimizer)
-    stored = load_file(tmp_path / "a/optimizer.safetensors")
+    zshard.save(f"{folder}/a", model, optimizer)
+    stored = load_file(f"{folder}/a/optimizer.safetensors")
     assert torch.equal(stored["weight.momentum_buffer"], gradient)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_states_of_an_ignored_parameter_are_stored_once_in_its_shape(
+    size: int, tmp_path: Path
+) -> None:
+    run_ranks(ignored, size, str(tmp_path))
 
 
 def test_options_keep_their_types(tmp_path: Path) -> None:

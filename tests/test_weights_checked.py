@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,15 @@ def test_only_floating_point_tensors_are_cast_and_only_to_such(
     model = zshard.wrap(plain)
     with pytest.raises(zshard.CheckpointError, match=rf"{name}: of torch\.\w+, and torch"):
         zshard.load_weights(model, tmp_path / "other.safetensors")
+
+
+def test_an_index_that_says_another_file_than_a_tensor_is_in_is_refused(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "a.safetensors")
+    save_file({"weight": torch.zeros(2, 3), "bias": torch.ones(2)}, tmp_path / "b.safetensors")
+    index = {"weight": "b.safetensors", "bias": "a.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(zshard.CheckpointError, match=r"says that bias are in it, and they are not"):
+        zshard.load_weights(zshard.wrap(nn.Linear(3, 2)), tmp_path)
 
 
 def test_damaged_checksums_are_no_leave_to_go_on_without(tmp_path: Path) -> None:
