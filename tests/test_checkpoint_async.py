@@ -19,7 +19,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
-from zshard.checkpoint import writer
+from zshard.checkpoint import peers, writer
 from zshard.transports.control import control_group, groups_made
 
 
@@ -135,6 +135,20 @@ def test_after_a_rank_was_too_slow_for_one_the_next_works(tmp_path: Path, waits:
     run_ranks(late, 2, str(tmp_path), waits)
 
 
+def forgotten_on_one(rank: int, size: int, folder: str) -> None:
+    """One rank alone has seen its background group fail, and makes another with all."""
+    model, _ = started(rank)
+    for name in "ab":
+        zshard.save(f"{folder}/{name}", model, asynchronous=True).wait()
+        if rank == 1:
+            peers.Background._made.clear()
+
+
+def test_a_group_that_one_rank_has_given_up_is_made_anew_by_all(tmp_path: Path) -> None:
+    run_ranks(forgotten_on_one, 2, str(tmp_path), timeout=60)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
 def no_memory_for_the_copy(rank: int, size: int, folder: str) -> None:
     model, _ = started(rank)
 
@@ -158,18 +172,18 @@ def test_a_copy_that_one_rank_cannot_make_is_told_to_all_before_anything_is_writ
 
 
 def in_pairs(rank: int, size: int, folder: str) -> None:
-    """Asynchronous saves of models on ranks 0 and 1, then on 1 and 2, then on all three."""
-    for ranks in ([0, 1], [1, 2]):
+    """Asynchronous saves of models on two of three ranks, each two, and then on all three."""
+    for ranks in ([0, 1], [1, 2], [0, 2]):
         group = dist.new_group(ranks)
         if rank in ranks:
             model = zshard.wrap(models.build("blocks"), mesh=group)
-            zshard.save(f"{folder}/{ranks[0]}", model, asynchronous=True).wait()
+            zshard.save(f"{folder}/{ranks}", model, asynchronous=True).wait()
     zshard.save(f"{folder}/all", zshard.wrap(models.build("blocks")), asynchronous=True).wait()
 
 
 def test_ranks_that_are_in_different_numbers_of_groups_save_together(tmp_path: Path) -> None:
     run_ranks(in_pairs, 3, str(tmp_path), timeout=60)
-    assert sorted(os.listdir(tmp_path)) == ["0", "1", "all"]
+    assert sorted(os.listdir(tmp_path)) == ["[0, 1]", "[0, 2]", "[1, 2]", "all"]
 
 
 def beside(rank: int, size: int) -> list[list[int]]:

@@ -341,9 +341,10 @@ def configs_that_differ(rank: int, size: int, folder: str) -> None:
     with pytest.raises(zshard.MismatchError, match="other arguments"):
         zshard.export(f"{folder}/a", model)
     model.config = PreTrainedModel(0).config
-    zshard.export(f"{folder}/a", model)
+    zshard.export(f"{folder}/a", model, dtype=torch.bfloat16)
 
 
 def test_ranks_whose_configs_differ_export_none(tmp_path: Path) -> None:
     run_ranks(configs_that_differ, 2, str(tmp_path))
-    assert json.loads((tmp_path / "a/config.json").read_text())["rank"] == 0
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    assert (config["rank"], config["dtype"]) == (0, "bfloat16")

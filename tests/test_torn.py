@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,53 @@ def test_a_load_of_everything_mends_a_torn_model(load: str, tmp_path: Path) -> N
     assert run_ranks(mended, 2, load, str(tmp_path)) == [["ok", after, "ok"]] * 2
 
 
+def fails_on_one(rank: int, world_size: int, folder: str) -> None:
+    load = importlib.import_module("zshard.checkpoint.load")  # not the function of that name
+    model = build()
+    zshard.save(f"{folder}/a", model)
+
+    def fails(*_: object) -> None:
+        raise zshard.CheckpointError("broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(load, "fill", fails)
+        with pytest.raises(zshard.CheckpointError, match="broken"):
+            zshard.load(f"{folder}/a", model)
+    zshard.load(f"{folder}/a", model, strict=False)
+    for step in range(2):
+        one_step(model, rank, step)
+
+
+def test_a_load_that_failed_on_one_rank_alone_tears_no_model_that_is_loaded_after_it(
+    tmp_path: Path,
+) -> None:
+    run_ranks(fails_on_one, 2, str(tmp_path))
+
+
+def deleted_on_one(rank: int, world_size: int, folder: str) -> None:
+    load = importlib.import_module("zshard.checkpoint.load")
+    model = build()
+    optimizer = zshard.AdamW(model.parameters())
+    zshard.save(f"{folder}/a", model, optimizer)
+
+    def fails(*_: object) -> None:
+        raise zshard.CheckpointError("broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "fill", fails)
+        with pytest.raises(zshard.CheckpointError, match="broken"):
+            zshard.load(f"{folder}/a", model, optimizer)
+    if rank == 0:
+        del optimizer
+    with pytest.raises(zshard.StateError, match="states of the AdamW"):
+        zshard.load(f"{folder}/a", model)
+
+
+def test_a_torn_optimizer_that_only_some_ranks_still_have_is_told_of_on_all(tmp_path: Path) -> None:
+    run_ranks(deleted_on_one, 2, str(tmp_path))
+
+
 def renames(rank: int, world_size: int, folder: str) -> str:
     model = build()
     zshard.export(f"{folder}/whole", model)
@@ -94,6 +142,8 @@ def renames(rank: int, world_size: int, folder: str) -> str:
     with pytest.raises(zshard.MismatchError) as caught:
         zshard.load_weights(model, f"{folder}/whole", strict=False, rename=rename)
     assert torch.equal(before, zshard.full_param(model, "inlet.bias"))
+    with pytest.raises(zshard.MismatchError, match="other arguments"):
+        zshard.load_weights(model, f"{folder}/whole", strict=rank == 0)
     return str(caught.value)
 
 

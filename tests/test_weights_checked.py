@@ -206,3 +206,12 @@ def test_an_export_in_a_dtype_that_weights_would_be_lost_in_is_refused(
     with pytest.raises(zshard.InputError, match=r"dtype=.*expected one of floating-point numbers"):
         zshard.export(tmp_path / "a", zshard.wrap(nn.Linear(3, 2)), dtype=dtype)  # type: ignore[arg-type]
     assert not (tmp_path / "a").exists()
+
+
+def test_an_export_in_another_dtype_leaves_whole_numbers_as_they_are(tmp_path: Path) -> None:
+    plain = nn.Linear(3, 2)
+    plain.register_buffer("position", torch.tensor([0, 257]))
+    zshard.export(tmp_path / "a", zshard.wrap(plain), dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "a/model.safetensors")
+    assert stored["weight"].dtype == torch.bfloat16
+    assert stored["position"].dtype == torch.int64 and stored["position"].tolist() == [0, 257]
