@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import build, train
+from checkpoints import assert_same, build, content, train
 from ranks import run_ranks
 from torch import nn
 
@@ -66,6 +66,25 @@ def test_a_save_under_way_outlives_the_process_group(tmp_path: Path) -> None:
     run_ranks(without_group, 2, str(tmp_path))
     model, optimizer = started(0)
     zshard.load(tmp_path / "a", model, optimizer)
+
+
+def test_what_is_written_is_the_copy_not_what_training_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = started(0)
+    zshard.save(tmp_path / "wanted", model, optimizer)
+    trained, real = Event(), os.pwrite
+
+    def held(*args: object) -> int:
+        assert trained.wait(60)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "pwrite", held)
+    handle = zshard.save(tmp_path / "a", model, optimizer, asynchronous=True)
+    train(model, optimizer, 0, range(1, 2))
+    trained.set()
+    handle.wait()
+    assert_same(content(tmp_path / "a"), content(tmp_path / "wanted"), "the copy")
 
 
 def test_when_it_has_ended_neither_the_copy_nor_the_model_is_held(tmp_path: Path) -> None:

@@ -150,3 +150,17 @@ def renames(rank: int, world_size: int, folder: str) -> str:
 def test_weights_that_ranks_name_differently_are_not_loaded(tmp_path: Path) -> None:
     for said in run_ranks(renames, 2, str(tmp_path)):
         assert "load_weights" in said and "Nothing has changed" in said
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+def test_a_forward_after_a_load_is_of_what_was_loaded(strategy: str, tmp_path: Path) -> None:
+    def wrapped() -> nn.Module:
+        precision = zshard.Precision.bf16()
+        return zshard.wrap(nn.Linear(3, 2), strategy=strategy, precision=precision)
+
+    saved, model, x = wrapped(), wrapped(), torch.randn(4, 3)
+    zshard.save(tmp_path / "a", saved)
+    with torch.no_grad():
+        before, wanted = model(x), saved(x)
+        zshard.load(tmp_path / "a", model)
+        assert torch.equal(model(x), wanted) and not torch.equal(before, wanted)
