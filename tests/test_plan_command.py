@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -94,6 +95,18 @@ def test_the_command_draws_memory_and_the_step(command: Command, tmp_path: Path)
     assert heights[1] > 1.5 * heights[0]  # the step is drawn below
     refused = command("gpt:tiny", "--world", 2, "--plot", tmp_path / "no" / "folder.png")
     assert refused.returncode == 2 and "cannot be written" in refused.stderr
+
+
+def test_without_matplotlib_the_command_says_what_to_install(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    refused = command("gpt:tiny", "--world", 2, "--plot", tmp_path / "memory.png")
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        "zshard: error: zshard plan --plot needs matplotlib, which is not installed: pip install "
+        "matplotlib\n"
+    )
 
 
 def test_the_command_measures_this_machine_and_plans_with_it(

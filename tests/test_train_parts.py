@@ -249,6 +249,16 @@ def test_a_plot_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["loss.png"]
 
 
+def test_without_matplotlib_no_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out = tmp_path / "run"
+    assert cli.main(["train", *TINY, "--ranks", "1", "--steps", "1", "--out", str(out)]) == 1
+    assert "zshard train needs matplotlib" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_the_gpt_is_causal_and_its_generation_depends_on_the_seed_alone() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, width=36, heads=3, context=16))

@@ -20,6 +20,7 @@ from . import _C, __version__, bench
 from .checkpoint.command import add_ckpt, run_ckpt
 from .errors import CommError, Error, InputError
 from .gpt import SIZES
+from .pictures import require_matplotlib
 from .planning.command import add_plan, run_plan
 from .strategy import zero_name
 from .training.data import check_size, find_files
@@ -146,6 +147,7 @@ def _train(given: dict[str, object], arguments: Sequence[str], place: Place | No
         if options.plan:
             plan_of(options, ranks, choose_device(options.device))
         check_output(options.out)
+        require_matplotlib("zshard train")  # its plot comes last
         if ranks > 1:
             return launch(ranks, arguments)
         place = Place()

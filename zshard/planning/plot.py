@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..pictures import new_figure
 from ..tracing.plot import PHASE_COLORS
 from ..units.ledger import STATES
 from ..whole_files import write_whole
@@ -24,11 +25,10 @@ def plot(plan: Plan, path: Path) -> None:
 
     Raises:
         InputError: if the file cannot be written.
+        MissingPackage: without matplotlib.
     """
-    from matplotlib.figure import Figure
-
     rows = 1 if plan.timeline is None else 2
-    figure = Figure(figsize=(10, 1 + 3.2 * rows), layout="constrained")
+    figure = new_figure("zshard plan --plot", 10, 1 + 3.2 * rows)
     axes = figure.subplots(rows, squeeze=False)
     _memory(axes[0, 0], plan)
     if plan.timeline is not None and plan.machine is not None:

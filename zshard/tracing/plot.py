@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import MissingPackage
+from ..pictures import new_figure
 from ..whole_files import StrPath, write_whole
 from .path import OUTSIDE, pieces
 from .records import TRACKS
@@ -32,16 +32,11 @@ _OTHER = "#5f5f5f"  # meetings and whatever else
 
 def plot(trace: Trace, path: StrPath) -> None:
     """Draw the timeline; see ``Trace.plot``."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise MissingPackage(
-            "Trace.plot needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
     bars = _bars(trace)
     rows = [row for row in TRACKS if any(bar[0] == row for bar in bars)]
-    figure = Figure(figsize=(14, 1.6 + 0.6 * len(rows)), layout="constrained")
+    figure = new_figure("Trace.plot", 14, 1.6 + 0.6 * len(rows))
+    from matplotlib.patches import Patch
+
     axes = figure.add_subplot()
     used = dict.fromkeys(phase for _, phase, _, _ in bars)
     for row, name in enumerate(rows):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from ..errors import Error, InputError
+from ..pictures import new_figure
 from ..whole_files import write_whole
 from .scalars import Scalars
 
@@ -157,10 +158,9 @@ def plot_loss(metrics: Sequence[Line], path: Path) -> None:
 
     Raises:
         InputError: for a path that cannot be written.
+        MissingPackage: without matplotlib.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure("zshard train", 8, 4.5)
     axes = figure.add_subplot()
     steps = [m for m in metrics if isinstance(m, StepMetrics)]
     axes.plot([m.step for m in steps], [m.loss for m in steps], lw=0.8, label="training")
