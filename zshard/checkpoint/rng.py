@@ -53,8 +53,13 @@ def _set(stored: torch.Tensor, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
     if "numpy" in state:
-        import numpy
-
+        try:
+            import numpy
+        except ImportError as error:
+            raise CheckpointError(
+                "the checkpoint has a random state of numpy, which is not installed: pip install "
+                "numpy, or load without rng=True"
+            ) from error
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
 
