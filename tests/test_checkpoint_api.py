@@ -114,7 +114,7 @@ def no_checkpoint(rank: int, size: int, folder: str) -> None:
     with pytest.raises(zshard.InputError, match="folder=None"):
         zshard.latest(None)  # type: ignore[arg-type]
     for bad in ("a\0b", "\ud800"):
-        with pytest.raises(zshard.CheckpointError, match=r"null byte|surrogates"):
+        with pytest.raises(zshard.CheckpointError, match=r"null (byte|character)|surrogates"):
             zshard.latest(bad)
     for keep in (0, -1, True, 1.5):
         with pytest.raises(zshard.InputError, match="keep="):
