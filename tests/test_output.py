@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from train_command import DEADLINE, TINY, environment, launched, write_text
 
 from zshard.training.job import Job, Place
 
-COMMAND = f"{sys.executable} -m zshard"
+PYTHON = shlex.quote(sys.executable)
+COMMAND = f"{PYTHON} -m zshard"
 CHARACTER = 'from zshard import cli; cli._make_output_sure(); print("\\ufffd")'
 
 
@@ -22,7 +24,7 @@ CHARACTER = 'from zshard import cli; cli._make_output_sure(); print("\\ufffd")'
     [
         (f"{COMMAND} info | true; exit ${{PIPESTATUS[0]}}", 141, ""),
         (f"{COMMAND} info > /dev/full", 1, "zshard: error: [Errno 28] No space left on device\n"),
-        (f"PYTHONIOENCODING=ascii {sys.executable} -c '{CHARACTER}' > /dev/null", 0, ""),
+        (f"PYTHONIOENCODING=ascii {PYTHON} -c '{CHARACTER}' > /dev/null", 0, ""),
     ],
 )
 def test_output_that_cannot_be_printed_is_no_traceback(line: str, status: int, said: str) -> None:
