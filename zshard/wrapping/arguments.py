@@ -115,6 +115,6 @@ def check_precision(specs: Sequence[UnitSpec], precision: Precision) -> None:
                 "which stay float64. Convert the model first, or pass master='fp32'"
             )
         raise InputError(
-            f"Precision(master='split') needs bf16 compute, and the parameters are {dtypes}: pass "
-            "compute=torch.bfloat16"
+            "Precision(master='split') needs bf16 compute, and the parameters are "
+            f"{', '.join(sorted(map(str, dtypes)))}: pass compute=torch.bfloat16"
         )
