@@ -91,6 +91,15 @@ class Convolutions(nn.Module):
         self.table = nn.Parameter(torch.zeros(25, 2))
 
 
+class Depthwise(nn.Module):
+    """Little else than a convolution of each channel alone, with a wide window."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.spread = nn.Conv2d(width, width, 7, groups=width)
+        self.mix = nn.Linear(width, width)
+
+
 class Stage(nn.Module):
     """Blocks of one width, and a layer to that of the next stage."""
 
@@ -156,6 +165,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     ),
     "stages of convolutions": (
         lambda: nn.Sequential(Stage(4, 2, 8, Convolutions), Stage(8, 2, 1, Convolutions)),
+        ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"],
+    ),
+    "stages of depthwise convolutions": (
+        lambda: nn.Sequential(Stage(4, 2, 8, Depthwise), Stage(8, 2, 1, Depthwise)),
         ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"],
     ),
     "no block repeated": (lambda: nn.Sequential(Stage(3, 1, 6), Stage(6, 1, 1)), ["0", "1"]),

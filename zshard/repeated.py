@@ -72,7 +72,9 @@ def _widths(weights: Sequence[torch.Tensor]) -> set[int]:
     """Numbers of channels that at least half of the elements are of."""
     channels: Counter[int] = Counter()
     for weight in weights:
-        channels.update(dict.fromkeys(weight.shape[:2], weight.numel()))
+        # 1 is what every depthwise convolution has, of whatever width.
+        numbers = (number for number in weight.shape[:2] if number > 1)
+        channels.update(dict.fromkeys(numbers, weight.numel()))
     half = sum(weight.numel() for weight in weights) / 2
     return {number for number, elements in channels.items() if elements >= half}
 
