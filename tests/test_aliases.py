@@ -50,6 +50,18 @@ def test_a_gradient_that_comes_to_an_alias_is_an_error_and_not_lost() -> None:
     assert model.weight.grad is None
 
 
+def test_a_parameter_made_of_a_copy_has_no_gradient_and_freezes_nothing() -> None:
+    model = zshard.wrap(nn.Linear(3, 2))
+    copied = nn.Parameter(model.weight.detach().clone())
+    model(torch.ones(1, 3)).sum().backward()
+    assert isinstance(copied, nn.Parameter) and copied.grad is None
+    torch.optim.SGD([copied], lr=1.0).zero_grad()
+    assert torch.equal(zshard.full_grad(model, "weight"), torch.ones(2, 3))
+    copied.requires_grad_(False)
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(zshard.full_grad(model, "weight"), torch.full((2, 3), 2.0))
+
+
 def test_data_of_a_tensor_like_the_parameter_on_another_device_is_refused() -> None:
     weight = zshard.wrap(nn.Linear(3, 2)).weight
     with pytest.raises(zshard.StateError, match=r"weight: \.data = a tensor of .* on meta would"):

@@ -6,7 +6,7 @@ import torch
 
 from .param import Sharded
 
-_OWN = ("_local", "_flat", "_segment", "_is_param")
+_OWN = ("_local", "_flat", "_segment", "_of_model", "_is_param")
 
 
 def reserved_attributes(param: torch.Tensor) -> list[str]:

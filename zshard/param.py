@@ -44,7 +44,8 @@ class Sharded(torch.Tensor):
     _local: torch.Tensor | None
     _flat: Flat
     _segment: int
-    _is_param: bool  # what isinstance(x, torch.nn.Parameter) looks at
+    _of_model: bool  # whether it is the parameter itself
+    _is_param: bool  # what isinstance(x, nn.Parameter) looks at; nn.Parameter sets it on a copy too
 
     @staticmethod
     def __new__(
@@ -71,7 +72,8 @@ class Sharded(torch.Tensor):
         )
         # It has no memory of its own: to_dlpack, which asks no subclass, would give a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(self)
-        self._local, self._flat, self._segment, self._is_param = local, flat, segment, is_param
+        self._local, self._flat, self._segment = local, flat, segment
+        self._of_model = self._is_param = is_param
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -93,11 +95,11 @@ class Sharded(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """The reduced gradient, sharded like the parameter; None where the plain model's is."""
-        return self.flat.grads.get(self.segment) if self._is_param else None
+        return self.flat.grads.get(self.segment) if self._of_model else None
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if self._is_param:
+        if self._of_model:
             self.flat.grads.set(self.segment, value)
         elif value is not None:
             _refuse_grad(self)
@@ -119,7 +121,7 @@ class Sharded(torch.Tensor):
                     f"{self.dtype} on {self.device}, which is fixed by zshard.wrap"
                 )
             self.flat.layout.segments[self.segment].require_shape(value, self.fqn)
-            if self._is_param:
+            if self._of_model:
                 self.flat.leave_data(self.segment)
             with torch.no_grad():
                 self.copy_(value)
@@ -136,10 +138,10 @@ class Sharded(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
         """As torch's. Every rank has to make the same change, outside of forward and backward."""
         changes = isinstance(requires_grad, bool) and requires_grad != self.requires_grad
-        if self._is_param and changes:
+        if self._of_model and changes:
             self.flat.set_trained(self.segment, requires_grad)
         super().requires_grad_(requires_grad)
-        if self._is_param:
+        if self._of_model:
             self._forbid_gradients()
         elif changes and requires_grad:
             super().register_post_accumulate_grad_hook(_refuse_grad)  # type: ignore[no-untyped-call]
@@ -147,7 +149,7 @@ class Sharded(torch.Tensor):
 
     def detach_(self) -> torch.Tensor:
         """As torch's, which freezes a parameter."""
-        return self.requires_grad_(False) if self._is_param else super().detach_()
+        return self.requires_grad_(False) if self._of_model else super().detach_()
 
     def _forbid_gradients(self) -> None:
         """Have a gradient that autograd brings here be an error: nobody would look at it."""
@@ -206,7 +208,7 @@ class Sharded(torch.Tensor):
         (self.masked_fill_ if fills else super().__setitem__)(index, value)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        kind = "parameter" if self._is_param else "tensor"
+        kind = "parameter" if self._of_model else "tensor"
         return (
             f"zshard {kind} {self.fqn!r} {tuple(self.shape)} {self.dtype}, "
             f"{self.local_numel} of {self.numel()} elements on this rank"
@@ -214,7 +216,7 @@ class Sharded(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """A copy of the slice, of a tensor in a state_dict; a parameter is part of its model."""
-        if self._is_param:
+        if self._of_model:
             raise ShardedAccessError(
                 f"{self.fqn}: a wrapped model cannot be deep-copied: its parameters are shards of "
                 "flat buffers. Copy the plain model before zshard.wrap, its state_dict(), or take "

@@ -71,7 +71,7 @@ def _stays(param: Sharded, asked: Mapping[str, object]) -> bool:
     """Whether ``Module.to`` asks for the CPU, where ``param`` is; "cpu:0" is another to torch."""
     device = asked.get("device")
     return (
-        param._is_param
+        param._of_model
         and not torch.is_grad_enabled()  # as there; autograd would take it for a result
         and isinstance(device, torch.device)
         and device.type == param.device.type == "cpu"
@@ -82,7 +82,7 @@ def _stays(param: Sharded, asked: Mapping[str, object]) -> bool:
 
 
 def _check_elementwise(func: Any, op: Operator, first: Sharded) -> None:
-    if func is _TO_COPY and first._is_param:
+    if func is _TO_COPY and first._of_model:
         if next(modules_called(), None) is not None:  # autocast, say, of one that is not gathered
             refuse_whole_tensor_op(op.name, first)
         raise StateError(

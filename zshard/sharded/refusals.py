@@ -191,7 +191,7 @@ def _wrapper_at_work() -> str | None:
 def refuse_as_inputs(inputs: torch.Tensor | Sequence[object] | None) -> None:
     """Raise if a parameter is among ``inputs``, of which gradients are wanted."""
     for each in (inputs,) if isinstance(inputs, torch.Tensor) else inputs or ():
-        if isinstance(each, Sharded) and each._is_param:
+        if isinstance(each, Sharded) and each._of_model:
             raise StateError(
                 f"{each.fqn}: no graph leads to the sharded parameter, because units compute with "
                 "whole ones; so torch.autograd.grad and backward(inputs=...) would find no "
