@@ -62,6 +62,16 @@ def test_a_parameter_made_of_a_copy_has_no_gradient_and_freezes_nothing() -> Non
     assert torch.equal(zshard.full_grad(model, "weight"), torch.full((2, 3), 2.0))
 
 
+def test_a_copy_has_no_hooks_and_no_step_of_zshards_optimizers() -> None:
+    copied = zshard.wrap(nn.Linear(3, 2)).weight.detach().clone().requires_grad_()
+    with pytest.raises(zshard.StateError, match="weight: a hook on what is not a trained param"):
+        copied.register_hook(lambda grad: grad)
+    with pytest.raises(zshard.StateError, match="weight: a hook on what is not a trained param"):
+        copied.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(zshard.OptimizerError, match="was given a copy of 'weight'"):
+        zshard.SGD([copied], lr=1.0)
+
+
 def test_data_of_a_tensor_like_the_parameter_on_another_device_is_refused() -> None:
     weight = zshard.wrap(nn.Linear(3, 2)).weight
     with pytest.raises(zshard.StateError, match=r"weight: \.data = a tensor of .* on meta would"):

@@ -158,14 +158,14 @@ class Sharded(torch.Tensor):
 
     def register_hook(self, hook: GradHook) -> RemovableHandle:
         """As torch's: ``hook`` gets this rank's whole gradient, before it is reduced."""
-        if not self.requires_grad:
-            raise StateError(f"{self.fqn}: a hook on a parameter that is not trained would not run")
+        if not (self._of_model and self.requires_grad):
+            raise StateError(f"{self.fqn}: a hook on what is not a trained parameter would not run")
         return self.flat.hooks[self.segment].on_grad.add(hook)
 
     def register_post_accumulate_grad_hook(self, hook: ParamHook) -> RemovableHandle:
         """As torch's: ``hook`` gets the parameter, after backward, with the reduced gradient."""
-        if not self.requires_grad:
-            raise StateError(f"{self.fqn}: a hook on a parameter that is not trained would not run")
+        if not (self._of_model and self.requires_grad):
+            raise StateError(f"{self.fqn}: a hook on what is not a trained parameter would not run")
         return self.flat.hooks[self.segment].after_reduction.add(hook)
 
     @property

@@ -303,3 +303,8 @@ def require_updatable(params: Sequence[torch.Tensor]) -> None:
                 "computes. If an exception (Ctrl-C) has left them there, call zshard.reset(model) "
                 "first."
             )
+        if isinstance(param, Sharded) and not param._of_model:
+            raise OptimizerError(
+                f"the optimizer was given a copy of {param.fqn!r}, of which a step would update "
+                "the parameter itself. Give it model.parameters()."
+            )
