@@ -46,6 +46,9 @@ def test_a_gradient_that_comes_to_an_alias_is_an_error_and_not_lost() -> None:
     assert torch.equal(found[0], torch.full((2, 3), 2.0))
     with pytest.raises(zshard.StateError, match="weight: only the parameter itself has a gradient"):
         (alias * 2.0).backward(torch.ones(2, 3))
+    zeros = torch.zeros_like(model.weight, requires_grad=True)
+    with pytest.raises(zshard.StateError, match="weight: only the parameter itself has a gradient"):
+        (zeros * 2.0).backward(torch.ones(2, 3))
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is None
 

@@ -254,7 +254,7 @@ class Sharded(torch.Tensor):
     ) -> Any:
         """torch's functions as they are, but for gradients that would be None without an error."""
         if func is _grad or func is _backward:
-            from .sharded.refusals import refuse_as_inputs  # likewise
+            from .sharded.refusals import refuse_as_inputs  # not above: it asks what is Sharded
 
             refuse_as_inputs(args[1] if func is _grad else kwargs["inputs"])
         for each in types:
@@ -262,13 +262,15 @@ class Sharded(torch.Tensor):
                 others = tuple(kind for kind in types if not issubclass(kind, Sharded))
                 return each.__torch_function__(func, others, args, kwargs or {})
         with _as_they_are():
+            if kwargs and kwargs.get("requires_grad"):  # of zeros_like, which would set it unseen
+                return func(*args, **{**kwargs, "requires_grad": False}).requires_grad_()
             return func(*args, **kwargs) if kwargs else func(*args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Any = None
     ) -> object:
-        from .sharded.dispatch import run  # not above: it asks what is Sharded
+        from .sharded.dispatch import run  # likewise
 
         return run(func, args, kwargs or {})
 
