@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -58,6 +60,8 @@ def test_a_parameter_made_of_a_copy_has_no_gradient_and_freezes_nothing() -> Non
     copied = nn.Parameter(model.weight.detach().clone())
     model(torch.ones(1, 3)).sum().backward()
     assert isinstance(copied, nn.Parameter) and copied.grad is None
+    with pytest.raises(zshard.ShardedAccessError, match="cannot be deep-copied"):
+        copy.deepcopy(copied)  # which would make no Parameter of it
     torch.optim.SGD([copied], lr=1.0).zero_grad()
     assert torch.equal(zshard.full_grad(model, "weight"), torch.ones(2, 3))
     copied.requires_grad_(False)

@@ -216,7 +216,7 @@ class Sharded(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """A copy of the slice, of a tensor in a state_dict; a parameter is part of its model."""
-        if self._of_model:
+        if self._is_param:
             raise ShardedAccessError(
                 f"{self.fqn}: a wrapped model cannot be deep-copied: its parameters are shards of "
                 "flat buffers. Copy the plain model before zshard.wrap, its state_dict(), or take "
