@@ -69,7 +69,7 @@ def test_a_parameter_made_of_a_copy_has_no_gradient_and_freezes_nothing() -> Non
     assert torch.equal(zshard.full_grad(model, "weight"), torch.full((2, 3), 2.0))
 
 
-def test_a_copy_has_no_hooks_and_no_step_of_zshards_optimizers() -> None:
+def test_a_copy_has_no_hooks_no_step_of_zshards_optimizers_and_no_clipping() -> None:
     copied = zshard.wrap(nn.Linear(3, 2)).weight.detach().clone().requires_grad_()
     with pytest.raises(zshard.StateError, match="weight: a hook on what is not a trained param"):
         copied.register_hook(lambda grad: grad)
@@ -77,6 +77,8 @@ def test_a_copy_has_no_hooks_and_no_step_of_zshards_optimizers() -> None:
         copied.register_post_accumulate_grad_hook(lambda param: None)
     with pytest.raises(zshard.OptimizerError, match="was given a copy of 'weight'"):
         zshard.SGD([copied], lr=1.0)
+    with pytest.raises(zshard.InputError, match="1 of 1 parameters are not of a wrapped model"):
+        zshard.clip_grad_norm_([copied], 1.0)
 
 
 def test_data_of_a_tensor_like_the_parameter_on_another_device_is_refused() -> None:

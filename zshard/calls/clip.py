@@ -163,7 +163,7 @@ def _listed(params: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]
 
 
 def _of_one_model(given: list[torch.Tensor]) -> tuple[Schedule, list[Sharded]]:
-    params = [param for param in given if isinstance(param, Sharded)]
+    params = [param for param in given if isinstance(param, Sharded) and param._of_model]
     if len(params) != len(given):
         raise InputError(
             f"{len(given) - len(params)} of {len(given)} parameters are not of a wrapped model; "
