@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from checkpoints import assert_same, build, content, train
 from ranks import run_ranks
 
 import zshard
-from zshard.checkpoint.rng import random_state, set_random_state
 
 SIZES = [1, 2, 3, 4]
 BF16 = zshard.Precision.bf16()
@@ -232,18 +230,6 @@ def test_random_states_are_restored_on_request(tmp_path: Path) -> None:
     run_ranks(numbers, 2, str(tmp_path))
     with pytest.raises(zshard.CheckpointError, match="random states of 2 ranks, and there are 1"):
         zshard.load(tmp_path / "a", build(1), rng=True)
-
-
-def test_a_random_state_of_numpy_where_there_is_none_is_an_error_of_the_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import numpy
-
-    assert numpy.random  # so its state is saved
-    saved = random_state(torch.device("cpu"))
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    with pytest.raises(zshard.CheckpointError, match="pip install numpy"):
-        set_random_state(saved, torch.device("cpu"))
 
 
 def on_meta(rank: int, size: int, folder: str) -> None:

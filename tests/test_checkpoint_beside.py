@@ -1,7 +1,8 @@
-"""What scripts keep beside a model: the states of schedulers, and of several optimizers."""
+"""What is kept beside a model: the states of schedulers, of several optimizers, and of numpy."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import zshard
+from zshard.checkpoint.rng import random_state, set_random_state
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -91,3 +93,15 @@ def test_of_several_optimizers_each_has_a_folder(tmp_path: Path) -> None:
     step(other, again)
     for name, value in zshard.state_dict(model).items():
         assert torch.equal(value, zshard.state_dict(other)[name]), name
+
+
+def test_a_random_state_of_numpy_where_there_is_none_is_an_error_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import numpy
+
+    assert numpy.random  # so its state is saved
+    saved = random_state(torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(zshard.CheckpointError, match="pip install numpy"):
+        set_random_state(saved, torch.device("cpu"))
