@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
+from test_checkpoint_hostile import write_manifest
 from torch import nn
 from torch.optim import lr_scheduler
 
 import zshard
+from zshard.checkpoint.command import run_ckpt
 from zshard.checkpoint.rng import random_state, set_random_state
 
 
@@ -79,20 +83,102 @@ def step(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         optimizer.step()
 
 
-def test_of_several_optimizers_each_has_a_folder(tmp_path: Path) -> None:
-    model, optimizers = two()
-    with pytest.raises(zshard.InputError, match=r"got a list.* folder of its own"):
-        zshard.save(tmp_path / "a", model, optimizers)  # type: ignore[arg-type]
-    step(model, optimizers)
-    for i, optimizer in enumerate(optimizers):
-        zshard.save(tmp_path / str(i), model, optimizer)
-    other, again = two()
-    for i, optimizer in enumerate(again):
-        zshard.load(tmp_path / str(i), other, optimizer)
-    step(model, optimizers)
-    step(other, again)
+def assert_alike(model: nn.Module, other: nn.Module) -> None:
     for name, value in zshard.state_dict(model).items():
         assert torch.equal(value, zshard.state_dict(other)[name]), name
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_several_optimizers_go_on_from_one_folder_or_from_one_each(
+    tmp_path: Path, together: bool
+) -> None:
+    model, optimizers = two()
+    step(model, optimizers)
+    for i, optimizer in enumerate(optimizers):
+        optimizer.param_groups[0]["lr"] = 0.1 * (i + 1)
+        optimizer.state["seen"]["numbers"] = [i]  # beside the parameters
+    for i, part in enumerate([optimizers] if together else optimizers):
+        zshard.save(tmp_path / str(i), model, part)
+    other, again = two()
+    for i, part in enumerate([tuple(again)] if together else again):
+        zshard.load(tmp_path / str(i), other, part)
+    for i, optimizer in enumerate(again):
+        assert optimizer.param_groups[0]["lr"] == 0.1 * (i + 1)
+        assert optimizer.state["seen"] == {"numbers": [i]}
+    step(model, optimizers)
+    step(other, again)
+    assert_alike(model, other)
+
+
+def test_several_optimizers_are_given_as_they_were_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, (adamw, sgd) = two()
+    step(model, [adamw, sgd])
+    for wrong, said in [
+        ({"a": adamw}, r"^optimizer: expected a torch.optim.Optimizer, or a list .* got a dict"),
+        ([adamw, model], r"^optimizer\[1\]: expected .* got a Sequential"),
+        (
+            [adamw, sgd, adamw],
+            r"optimizer\[0\] and optimizer\[2\] both have the parameter 0.weight",
+        ),
+    ]:
+        for call in (zshard.save, zshard.load):
+            zshard.save(tmp_path / "a", model, [adamw, sgd])
+            with pytest.raises(zshard.InputError, match=said):
+                call(tmp_path / "a", model, wrong)
+    for other in ([sgd, adamw], [adamw], sgd, [adamw, sgd, zshard.AdamW([model[1].bias])][::2]):
+        with pytest.raises(zshard.CheckpointError, match="optimizer: AdamW, SGD was saved, and it"):
+            zshard.load(tmp_path / "a", model, other, strict=False)
+    assert run_ckpt("info", str(tmp_path / "a")) == 0
+    assert "AdamW, SGD, after 1 steps" in capsys.readouterr().out
+    zshard.save(tmp_path / "b", model, [sgd])
+    zshard.load(tmp_path / "b", model, sgd)
+    zshard.load(tmp_path / "b", model, [])
+
+
+def test_several_optimizers_that_a_failed_load_has_torn_are_loaded_too(tmp_path: Path) -> None:
+    model, optimizers = two()
+    step(model, optimizers)
+    zshard.save(tmp_path / "a", model, optimizers)
+    zshard.save(tmp_path / "b", model, optimizers)
+    zshard.save(tmp_path / "sgd", model, optimizers[1])
+    zshard.save(tmp_path / "adamw", model, optimizers[0])
+    file = tmp_path / "b/optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(zshard.CheckpointError, match="are damaged"):
+        zshard.load(tmp_path / "b", model, optimizers)
+    with pytest.raises(zshard.StateError, match="states of the AdamW"):
+        zshard.load(tmp_path / "sgd", model, optimizers[1])
+    with pytest.raises(zshard.StateError, match="states of the SGD"):
+        zshard.load(tmp_path / "adamw", model, optimizers[0])
+    zshard.load(tmp_path / "a", model, optimizers)
+    step(model, optimizers)
+
+
+def load_otherwise(rank: int, world_size: int, folder: Path) -> str:
+    model, optimizers = two()
+    zshard.save(folder / "a", model, optimizers)
+    with pytest.raises(zshard.MismatchError) as error:
+        zshard.load(folder / "a", model, optimizers[:: -1 if rank else 1])
+    zshard.load(folder / "a", model, optimizers)
+    return str(error.value)
+
+
+def test_ranks_that_load_other_lists_of_optimizers_are_told(tmp_path: Path) -> None:
+    said = run_ranks(load_otherwise, 2, tmp_path)
+    assert said[0] == said[1] and "AdamW, SGD" in said[0] and "SGD, AdamW" in said[0]
+
+
+def test_the_record_of_each_optimizer_is_checked(tmp_path: Path) -> None:
+    model, optimizers = two()
+    step(model, optimizers)
+    zshard.save(tmp_path / "a", model, optimizers)
+    content = json.loads((tmp_path / "a/checkpoint.json").read_bytes())["checkpoint"]
+    content["optimizer"][1]["state"]["1.bias"]["momentum_buffer"] = {"tensor": "another"}
+    write_manifest(tmp_path / "a/checkpoint.json", json.dumps(content).encode())
+    with pytest.raises(zshard.CheckpointError, match=r"cannot be understood.*momentum_buffer"):
+        zshard.load(tmp_path / "a", model, optimizers)
 
 
 def test_a_random_state_of_numpy_where_there_is_none_is_an_error_of_the_checkpoint(

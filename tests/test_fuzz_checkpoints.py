@@ -1,9 +1,10 @@
 """A run goes on bit for bit from a checkpoint, whatever model, optimizer and moment a seed draws.
 
-Each seed draws a model of odd parameters and buffers, an optimizer with its groups, what happens
-before the save, and how the model that loads it is made: another strategy, transport and prefetch,
-on the meta device, with states of its own, at another number of ranks. What is loaded is saved
-again and compared by the safetensors package; at the same number of ranks, so are later steps.
+Each seed draws a model of odd parameters and buffers, an optimizer with its groups or one for each
+group, what happens before the save, and how the model that loads it is made: another strategy,
+transport and prefetch, on the meta device, with states of its own, at another number of ranks. What
+is loaded is saved again and compared by the safetensors package; at the same number of ranks, so
+are later steps.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Setting:
     tied: bool
     twice: bool  # the first block has two names, and runs twice
     precision: Precision
-    optimizer: str
+    optimizers: list[str]  # one, or one for each group
     groups: int
     units: str | None
     late: bool  # the head's group comes by add_param_group
@@ -147,9 +148,15 @@ class Run:
         params = params[: -len(self._head)] if setting.late else params
         ends = [len(params) * i // setting.groups for i in range(setting.groups + 1)]
         parts = [params[ends[i] : ends[i + 1]] for i in range(setting.groups)]
-        self.optimizer = OPTIMIZERS[setting.optimizer](
-            [{"params": part, "lr": 0.01 * (i + seed)} for i, part in enumerate(parts)]
-        )
+        groups = [{"params": part, "lr": 0.01 * (i + seed)} for i, part in enumerate(parts)]
+        if len(setting.optimizers) == 1:
+            self.optimizers = [OPTIMIZERS[setting.optimizers[0]](groups)]
+        else:
+            self.optimizers = [
+                OPTIMIZERS[name]([group])
+                for name, group in zip(setting.optimizers, groups, strict=True)
+            ]
+        self.saved = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
 
     def change(self) -> None:
         """Freeze some parameters and unfreeze others, and add the late group."""
@@ -157,13 +164,14 @@ class Run:
             for param in list(self.model.parameters())[:-1:2]:
                 param.requires_grad_(not param.requires_grad)
         if self._setting.late:
-            self.optimizer.add_param_group({"params": self._head, "lr": 0.02})
+            self.optimizers[-1].add_param_group({"params": self._head, "lr": 0.02})
 
     def step(self, number: int) -> float:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(9 * number + self._rank))
         loss = self.model(x).float().square().mean()
         loss.backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.model.zero_grad()
         return loss.item()
 
@@ -172,14 +180,15 @@ def draw(rng: random.Random) -> Setting:
     has = [frozenset(rng.sample([*PARAMETERS, *OTHERS], rng.randint(0, 7))) for _ in range(3)]
     twice = rng.random() < 0.3
     precision = rng.choice([Precision(), Precision.bf16(), Precision.bf16(master="split")])
-    names = list(OPTIMIZERS)
+    names = list(OPTIMIZERS)[: 3 if precision.master == "split" else None]
+    groups = rng.choice([1, 2, 3])
     return Setting(
         blocks=has if rng.random() < 0.5 else [has[0]] * 3,
         tied=rng.random() < 0.4,
         twice=twice,
         precision=precision,
-        optimizer=rng.choice(names[:3] if precision.master == "split" else names),
-        groups=rng.choice([1, 2, 3]),
+        optimizers=rng.choices(names, k=groups if rng.random() < 0.4 else 1),
+        groups=groups,
         units=rng.choice([None, "model"]),
         late=rng.random() < 0.4,
         frozen=rng.random() < 0.5,
@@ -201,8 +210,8 @@ def reload(rank: int, rng: random.Random, setting: Setting, path: Path, units: s
         run.step(99)
     run.change()
     with rng.choice(CONTEXTS)():
-        zshard.load(path, run.model, run.optimizer)
-    zshard.save(path.parent / "again", run.model, run.optimizer)
+        zshard.load(path, run.model, run.saved)
+    zshard.save(path.parent / "again", run.model, run.saved)
     if rank == 0:
         assert_same(content(path.parent / "again"), content(path), str(setting))
     return run
@@ -216,14 +225,14 @@ def save_and_go_on(rank: int, world_size: int, seed: int, folder: Path) -> None:
         run.step(number)
     run.change()
     run.step(10)
-    handle = zshard.save(folder / "saved", run.model, run.optimizer, asynchronous=True)
+    handle = zshard.save(folder / "saved", run.model, run.saved, asynchronous=True)
     expected = [run.step(number) for number in (11, 12)]
     assert handle is not None
     handle.wait()
-    zshard.save(folder / "end", run.model, run.optimizer)
+    zshard.save(folder / "end", run.model, run.saved)
     run = reload(rank, rng, setting, folder / "saved", setting.units)
     assert [run.step(number) for number in (11, 12)] == expected, setting
-    zshard.save(folder / "again", run.model, run.optimizer)
+    zshard.save(folder / "again", run.model, run.saved)
     if rank == 0:
         assert_same(content(folder / "again"), content(folder / "end"), str(setting))
 

@@ -39,7 +39,7 @@ class Summary:
         saved: when, UTC, ISO 8601; ranks: that saved it.
         exported: by ``zshard.export``: only weights.
         parameters: elements of the model's tensors that are no buffers.
-        optimizer: its class; step: how many it has taken, by its states.
+        optimizer: its class, or theirs; step: how many it has taken, by its states.
         files: bytes, by name; problems: what is wrong with them, as far as names, sizes and headers
             tell. Empty for a whole checkpoint.
     """
@@ -152,7 +152,7 @@ def summarize(path: str) -> Summary:
         exported=manifest.sequence == 0,
         parameters=sum(prod(t.shape) for name, t in model.items() if name not in buffers),
         kinds={kind: _totals(tensors) for kind, tensors in manifest.tensors.items() if tensors},
-        optimizer=manifest.optimizer.kind if manifest.optimizer else None,
+        optimizer=", ".join(record.kind for record in manifest.optimizers) or None,
         step=_step(manifest),
         extra=manifest.extra,
         files={name: file.nbytes for name, file in manifest.files.items()},
@@ -237,7 +237,7 @@ def _totals(tensors: dict[str, Stored]) -> Totals:
 
 def _step(manifest: Manifest) -> int | None:
     """Of the parameters that took most steps (others were frozen for some); None without states."""
-    states = manifest.optimizer.state.values() if manifest.optimizer else ()
+    states = [state for record in manifest.optimizers for state in record.state.values()]
     counts = [state["step"].get("value") for state in states if "step" in state]
     whole = [n for n in counts if isinstance(n, int) or (isinstance(n, float) and n.is_integer())]
     return max(map(int, whole), default=None)

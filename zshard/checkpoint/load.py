@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,8 @@ from .inventory import inventory_of, set_extra_state
 from .manifest import Manifest
 from .manifest_reading import check_files, read_manifest
 from .match import Match, match_model
-from .optimizer_match import OptimizerMatch, match_optimizer
+from .optimizer_match import OptimizerMatch, match_optimizers
+from .optimizer_state import kinds_of, optimizers_of
 from .paths import absolute, shown
 from .peers import Peers
 from .reader import fill
@@ -54,7 +55,7 @@ class Loaded:
 def load(
     path: StrPath,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     strict: bool = True,
     rng: bool = False,
@@ -70,7 +71,8 @@ def load(
         path: of a checkpoint, as given to ``save``, or from ``latest``. If another job replaces it
             meanwhile, what is there then is loaded; never a part of each.
         optimizer: of the class that was saved (by name, so torch's AdamW for zshard's will do).
-            Without it the optimizer's states in the checkpoint are left there.
+            Without it the optimizer's states in the checkpoint are left there. Of several that were
+            saved, the list, in the same order.
         strict: refuse what is missing or unexpected; otherwise it is left as it is, and returned.
         rng: also restore the states of the random number generators; as many ranks as saved them.
 
@@ -97,8 +99,8 @@ def load(
     """
     schedule = schedule_of(model)
     label = shown(path)
-    kind = None if optimizer is None else type(optimizer).__name__
-    begin(schedule, f"load({label}, {kind}, {strict=}, {rng=})", unusable_ok=True)
+    kinds = ", ".join(kinds_of(optimizer)) or None
+    begin(schedule, f"load({label}, {kinds}, {strict=}, {rng=})", unusable_ok=True)
     peers = Peers(schedule.comm, f"load({label})")
     with schedule.comm.awaited(peers.what, but=(Exception,)):
         attempts = _ATTEMPTS
@@ -127,7 +129,7 @@ def _is_another(path: StrPath, seen: list[tuple[str, str]]) -> bool:
 def _load(
     schedule: Schedule,
     path: StrPath,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     peers: Peers,
     seen: list[tuple[str, str]],  # takes where the checkpoint was found, and its id
     *,
@@ -150,31 +152,30 @@ def _load(
         raise CheckpointError(f"{label}: the ranks found different checkpoints there: {ids}")
     generators = torch.empty(NBYTES, dtype=torch.uint8, device="cpu")
 
-    def compare() -> tuple[Match, OptimizerMatch | None]:
+    def compare() -> tuple[Match, list[Optimizer], list[OptimizerMatch]]:
         inventory = inventory_of(schedule)
         stored, masters = saved.tensors["model"], saved.tensors["master"]
         match = match_model(stored, masters, saved.aliases, inventory)
-        states = None
-        if optimizer is not None:
-            states = match_optimizer(saved, optimizer, inventory, match)
+        optimizers = optimizers_of(optimizer, inventory.names)
+        states = match_optimizers(saved, optimizers, inventory, match)
         match.missing += [k for k in inventory.extra_state if k not in saved.extra_state]
         match.unexpected += [k for k in saved.extra_state if k not in inventory.extra_state]
         if rng:
             _match_generators(match, saved, label, peers, generators)
         match.refuse(label, strict=strict, has_values=not schedule.unusable)
-        return match, states
+        return match, optimizers, states
 
-    match, states = peers.together(compare)
+    match, optimizers, states = peers.together(compare)
 
     def take() -> None:
         fill(folder, match.pairs, saved.seed)
-        if states is not None:
-            states.finish()
+        for each in states:
+            each.finish()
         set_extra_state(schedule.model, saved.extra_state)
         if rng:
             set_random_state(generators, schedule.device)
 
-    change(schedule, peers, take, optimizer)
+    change(schedule, peers, take, optimizers)
     begin_anew(schedule, all_replaced=strict)
     return Loaded(saved.extra, match.missing, match.unexpected)
 
@@ -195,26 +196,26 @@ def _match_generators(
     match.add(own, there[own], HeldWhole(generators, saves=False))
 
 
-# Of a model whose load failed halfway: the optimizer whose states that has left in part loaded.
-_TORN: WeakKeyDictionary[Schedule, ref[Optimizer]] = WeakKeyDictionary()
+# Of a model whose load failed halfway: the optimizers whose states that has left in part loaded.
+_TORN: WeakKeyDictionary[Schedule, list[ref[Optimizer]]] = WeakKeyDictionary()
 
 
 def change(
-    schedule: Schedule, peers: Peers, take: Callable[[], None], optimizer: Optimizer | None
+    schedule: Schedule, peers: Peers, take: Callable[[], None], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Give the masters, and the optimizer's states, new values by ``take``.
+    """Give the masters, and the optimizers' states, new values by ``take``.
 
     If it fails, on any rank, the model is unusable until another change succeeds, of the same
-    optimizer too as long as that lives.
+    optimizers too as long as they live.
 
     Raises:
         StateError: for a change that would leave such an optimizer as it is.
     """
     # On all ranks: of a load that was interrupted only some may know.
-    peers.gather(lambda: _check_torn(_TORN.get(schedule), optimizer, peers.what))
+    peers.gather(lambda: _check_torn(_TORN.get(schedule, ()), optimizers, peers.what))
     schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
-    if optimizer is not None:
-        _TORN[schedule] = ref(optimizer)
+    if optimizers:
+        _TORN[schedule] = [ref(optimizer) for optimizer in optimizers]
 
     def taken() -> None:
         for flat in schedule.flats:
@@ -245,14 +246,20 @@ def begin_anew(schedule: Schedule, *, all_replaced: bool) -> None:
         schedule.updates.begin_anew()
 
 
-def _check_torn(of: ref[Optimizer] | None, optimizer: Optimizer | None, what: str) -> None:
-    if of is None:
-        return
-    if of() is not optimizer:
-        gc.collect()  # it may be deleted, and part of a cycle
-    torn = of()
-    if torn is not None and torn is not optimizer:
+def _check_torn(torn: Sequence[ref[Optimizer]], optimizers: Sequence[Optimizer], what: str) -> None:
+    given = {id(optimizer) for optimizer in optimizers}
+
+    def left() -> list[str]:
+        return [
+            type(each).__name__
+            for of in torn
+            if (each := of()) is not None and id(each) not in given
+        ]
+
+    if left():
+        gc.collect()  # one may be deleted, and part of a cycle
+    if kinds := left():
         raise StateError(
-            f"{what} would leave the states of the {type(torn).__name__} as a load that failed "
-            "halfway has left them: load with the optimizer, or delete it and make another"
+            f"{what} would leave the states of the {kinds[0]} as a load that failed halfway has "
+            "left them: load with the optimizer, or delete it and make another"
         )

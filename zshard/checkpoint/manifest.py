@@ -104,6 +104,7 @@ class Manifest:
         buffers: those names among the model's tensors that are buffers.
         tensors: "model", "master", "optimizer", "rng" -> name -> tensor. "master" has the values of
             parameters whose own dtype is not the master's, in the master's.
+        optimizer: the one that was saved, or the list of them.
     """
 
     id: str
@@ -115,8 +116,15 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
     extra_state: dict[str, Json] = field(default_factory=dict)
-    optimizer: OptimizerRecord | None = None
+    optimizer: OptimizerRecord | list[OptimizerRecord] | None = None
     extra: Json = None
+
+    @property
+    def optimizers(self) -> list[OptimizerRecord]:
+        """Those that were saved, in their order."""
+        if self.optimizer is None:
+            return []
+        return self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
 
     @property
     def seed(self) -> int:

@@ -100,8 +100,8 @@ def _decode(content: object) -> Manifest:
         for (_, end, name), (begin, _, other) in pairwise(sorted(in_file)):
             if begin < end:
                 raise ValueError(f"{name!r} and {other!r} overlap")
-    if manifest.optimizer is not None:
-        _check_optimizer(manifest.optimizer, manifest.tensors.get("optimizer", {}))
+    for record in manifest.optimizers:
+        _check_optimizer(record, manifest.tensors.get("optimizer", {}))
     return manifest
 
 
@@ -182,10 +182,14 @@ _READERS: Mapping[str, Callable[[object], Any]] = {
     "dict[str, dict[str, dict[str, Json]]]": _dict_of(_dict_of(_dict_of(_any))),
     "dict[str, DataFile]": _dict_of(lambda value: _record(DataFile, value)),
     "dict[str, dict[str, Stored]]": _dict_of(_dict_of(lambda value: _record(Stored, value))),
-    "OptimizerRecord | None": lambda value: (
-        None if value is None else _record(OptimizerRecord, value)
-    ),
+    "OptimizerRecord | list[OptimizerRecord] | None": lambda value: _optimizer(value),
 }
+
+
+def _optimizer(value: object) -> OptimizerRecord | list[OptimizerRecord] | None:
+    if isinstance(value, list):
+        return [_record(OptimizerRecord, each) for each in value]
+    return None if value is None else _record(OptimizerRecord, value)
 
 
 def _problem(stored: Stored, files: Mapping[str, DataFile]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,14 @@ from ..errors import OptimizerError
 from ..optimizers.fused import FusedOptimizer
 from ..param import Sharded
 from .inventory import Inventory
-from .manifest import Json, Manifest
+from .manifest import Json, Manifest, OptimizerRecord
 from .match import Match
 from .optimizer_state import (
     COMMON,
     common_state,
     held_state,
     is_scalar,
+    kinds_of,
     names_of_rule,
     parameters_of,
     scalar_of,
@@ -67,24 +68,40 @@ class OptimizerMatch:
 
 @torch.inference_mode(False)  # states outlive a load there
 @torch.no_grad()
-def match_optimizer(
-    saved: Manifest, optimizer: Optimizer, inventory: Inventory, match: Match
-) -> OptimizerMatch:
-    """Find the place of every state; makes those that the optimizer does not have yet.
+def match_optimizers(
+    saved: Manifest, optimizers: Sequence[Optimizer], inventory: Inventory, match: Match
+) -> list[OptimizerMatch]:
+    """Find the place of every state; makes those that the optimizers do not have yet.
 
     Raises:
         InputError: for an optimizer of other parameters.
     """
-    params = parameters_of(optimizer, inventory.names)
-    found, record = OptimizerMatch(optimizer, match), saved.optimizer
-    if record is None:
+    params = [parameters_of(optimizer, inventory.names) for optimizer in optimizers]
+    if not optimizers:
+        return []
+    if not saved.optimizers:
         match.missing.append("the optimizer's states")
-        return found
-    if record.kind != type(optimizer).__name__:
-        match.problems.append(
-            f"the optimizer: {record.kind} was saved, and it is {type(optimizer).__name__} now"
-        )
-        return found
+        return []
+    then, now = [record.kind for record in saved.optimizers], kinds_of(optimizers)
+    if then != now:
+        was, given = ", ".join(then), ", ".join(now)
+        match.problems.append(f"the optimizer: {was} was saved, and it is {given} now")
+        return []
+    return [
+        _match_optimizer(saved, record, optimizer, its, inventory, match)
+        for record, optimizer, its in zip(saved.optimizers, optimizers, params, strict=True)
+    ]
+
+
+def _match_optimizer(
+    saved: Manifest,
+    record: OptimizerRecord,
+    optimizer: Optimizer,
+    params: Sequence[tuple[str, torch.Tensor, dict[str, Any]]],
+    inventory: Inventory,
+    match: Match,
+) -> OptimizerMatch:
+    found = OptimizerMatch(optimizer, match)
     if isinstance(optimizer, FusedOptimizer):
         optimizer.lay_out()
     key_of = {name: name for name in record.state}
@@ -98,7 +115,7 @@ def match_optimizer(
             match.missing.append(f"the optimizer's state of {name}")
             continue
         names[name] = key
-        found.states[param] = _state(found, saved, group, param, name, key)
+        found.states[param] = _state(found, saved, record, group, param, name, key)
     found.common = {}
     for key, entry in record.state.get(COMMON, {}).items():
         # Beside the parameters, where they all are in one place.
@@ -113,6 +130,7 @@ def match_optimizer(
 def _state(
     found: OptimizerMatch,
     saved: Manifest,
+    record: OptimizerRecord,
     group: dict[str, Any],
     param: torch.Tensor,
     name: str,
@@ -120,8 +138,7 @@ def _state(
 ) -> dict[str, Any]:
     """The state of one parameter, of which tensors are to be filled yet."""
     optimizer, match = found.optimizer, found.match
-    assert saved.optimizer is not None
-    entries = saved.optimizer.state[key]
+    entries = record.state[key]
     fused = isinstance(optimizer, FusedOptimizer)
     there = optimizer.state.get(param, {}) if fused else {}
     rule = names_of_rule(optimizer, there, entries)  # the others are the user's

@@ -38,20 +38,56 @@ class OptimizerInventory:
     tensors: dict[str, Held]
 
 
+def optimizers_of(given: object, names: Mapping[int, str]) -> list[Optimizer]:
+    """The optimizers that a call was given: None, one, or a list or tuple of them.
+
+    Args:
+        names: id of a parameter of the model -> its name.
+
+    Raises:
+        InputError: for anything else, or if two of them have a parameter in common.
+    """
+    found: list[Optimizer] = []
+    owner: dict[int, int] = {}
+    several = isinstance(given, list | tuple)
+    for number, optimizer in enumerate(_listed(given)):
+        what = f"optimizer[{number}]" if several else "optimizer"
+        if not isinstance(optimizer, Optimizer):
+            raise InputError(
+                f"{what}: expected a torch.optim.Optimizer, or a list of them, got a "
+                f"{type(optimizer).__name__}"
+            )
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if owner.setdefault(id(param), number) != number:
+                raise InputError(
+                    f"optimizer[{owner[id(param)]}] and {what} both have the parameter "
+                    f"{names.get(id(param), 'of another model')}, and a checkpoint holds one state "
+                    "of it. Save each optimizer to a folder of its own, and load it from there"
+                )
+        found.append(optimizer)
+    return found
+
+
+def kinds_of(given: object) -> list[str]:
+    """The classes of what a call was given for optimizers, by name."""
+    return [type(each).__name__ for each in _listed(given)]
+
+
+def _listed(given: object) -> Sequence[object]:
+    if isinstance(given, list | tuple):
+        return given
+    return [] if given is None else [given]
+
+
 def parameters_of(
-    optimizer: object, names: Mapping[int, str]
+    optimizer: Optimizer, names: Mapping[int, str]
 ) -> list[tuple[str, torch.Tensor, dict[str, Any]]]:
     """The optimizer's parameters: name, itself, and its group.
 
     Raises:
-        InputError: if it is no optimizer, or has a parameter that the model does not have.
+        InputError: if it has a parameter that the model does not have.
         OptimizerError: if it is one around another one.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise InputError(
-            f"optimizer: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}. Of "
-            "several optimizers, save each to a folder of its own, and load it from there."
-        )
     _refuse_states_elsewhere(optimizer)
     found = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for param, _ in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Literal, overload
@@ -19,7 +20,7 @@ from ..whole_files import StrPath
 from ..wrap import schedule_of
 from .held import HeldWhole
 from .inventory import as_json
-from .optimizer_state import optimizer_inventory
+from .optimizer_state import optimizer_inventory, optimizers_of
 from .paths import shown
 from .peers import Background, Peers
 from .rng import random_state
@@ -92,7 +93,7 @@ class SaveHandle:
 def save(
     path: StrPath,
     model: nn.Module,
-    optimizer: Optimizer | None = ...,
+    optimizer: Optimizer | Sequence[Optimizer] | None = ...,
     *,
     extra: object = ...,
     keep: int | None = ...,
@@ -105,7 +106,7 @@ def save(
 def save(
     path: StrPath,
     model: nn.Module,
-    optimizer: Optimizer | None = ...,
+    optimizer: Optimizer | Sequence[Optimizer] | None = ...,
     *,
     extra: object = ...,
     keep: int | None = ...,
@@ -117,7 +118,7 @@ def save(
 def save(
     path: StrPath,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     extra: object = None,
     keep: int | None = None,
@@ -134,7 +135,8 @@ def save(
     Args:
         path: a new folder, or an existing checkpoint; the same on every rank, on a file system that
             all ranks see.
-        optimizer: any that works on the wrapped model.
+        optimizer: any that works on the wrapped model, or a list of several, each with parameters
+            of its own.
         extra: None, booleans, finite numbers, text, and lists, tuples (which come back as lists)
             and dicts (with text for keys) of them; the same on every rank.
         keep: how many checkpoints to keep in the path's folder; older ones are deleted after this
@@ -175,10 +177,14 @@ def save(
         if keep is not None and (type(keep) is not int or keep < 1):
             raise InputError(f"keep={keep!r}: expected a number of checkpoints, 1 or more")
         contents, found = contents_of_model(schedule, path)
-        tensors, record = dict(contents.tensors), None
-        if optimizer is not None:
-            state = optimizer_inventory(optimizer, found.names, first=peers.world_rank == 0)
-            tensors["optimizer"], record = {**state.tensors}, state.record
+        tensors = dict(contents.tensors)
+        states = [
+            optimizer_inventory(each, found.names, first=peers.world_rank == 0)
+            for each in optimizers_of(optimizer, found.names)
+        ]
+        records = [state.record for state in states]
+        if states:
+            tensors["optimizer"] = {k: v for state in states for k, v in state.tensors.items()}
         if rng:
             own = random_state(schedule.device)
             tensors["rng"] = {
@@ -186,7 +192,8 @@ def save(
                 for rank in range(peers.world_size)
             }
         noted = as_json(extra, "extra")
-        return replace(contents, tensors=tensors, optimizer=record, extra=noted, keep=keep)
+        saved = records if len(records) > 1 else next(iter(records), None)
+        return replace(contents, tensors=tensors, optimizer=saved, extra=noted, keep=keep)
 
     with schedule.comm.awaited(peers.what, but=(Exception,)):
         contents = agree_on(peers, take)

@@ -68,7 +68,7 @@ class Contents:
     buffers: list[str]
     extra_state: dict[str, Json]
     ignored: dict[str, str]
-    optimizer: OptimizerRecord | None = None
+    optimizer: OptimizerRecord | list[OptimizerRecord] | None = None
     extra: Json = None
     keep: int | None = None
     exported: bool = False
@@ -81,10 +81,9 @@ class Contents:
             for kind, of_kind in self.tensors.items()
             for name, held in of_kind.items()
         ]
-        record = None if self.optimizer is None else vars(self.optimizer)
         texts = {name: checksum(text) for name, text in self.texts.items()}
-        facts = [tensors, record, self.extra, self.keep, texts]
-        return checksum(json.dumps(facts, sort_keys=True).encode())
+        facts = [tensors, self.optimizer, self.extra, self.keep, texts]
+        return checksum(json.dumps(facts, sort_keys=True, default=vars).encode())
 
 
 def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
