@@ -31,6 +31,13 @@ def test_norm_and_factor_have_the_references_bits(
 
 
 @devices
+def test_the_reference_rounds_every_root_once(device: str) -> None:
+    for value in torch.logspace(-12, 12, 2001, dtype=torch.float64).tolist():  # torch.sqrt: 1 in 80
+        outputs = one(-1.0, torch.float64), one(-1.0, torch.float64)
+        check("clip_factor_", device, *outputs, one(value, torch.float64), 1.0)
+
+
+@devices
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_the_factor_is_what_torchs_clipping_multiplies_by(device: str, dtype: torch.dtype) -> None:
     for norm in torch.logspace(-8, 8, 400, dtype=dtype).to(device):

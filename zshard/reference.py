@@ -138,8 +138,9 @@ def clip_factor_(
     factor: Tensor, norm: Tensor, squares: Tensor, max_norm: float, scale: Tensor | None = None
 ) -> None:
     """See zshard.ops.clip_factor_."""
-    by = 1.0 if scale is None else scale.double()
-    norm.copy_((squares * (by * by)).sqrt())
+    by = 1.0 if scale is None else scale.item()
+    root = math.sqrt(squares.item() * (by * by))  # torch's fp64 sqrt is at times off, too (MKL)
+    norm.copy_(torch.tensor([root], dtype=torch.float64))
     factor.copy_(((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0))
 
 
