@@ -150,6 +150,22 @@ def test_other_values_in_a_context_are_not_taken(comm: str, at_rank: int) -> Non
         assert (value == 3.0).all()
 
 
+def enters_unlike_others(rank: int, world_size: int) -> str:
+    model = build()
+    with (
+        pytest.raises(zshard.MismatchError) as caught,
+        zshard.full_params(model, write=rank == 0),
+    ):
+        raise AssertionError("inside")
+    one_step(model, rank, 0)
+    return str(caught.value)
+
+
+def test_a_context_in_which_only_some_ranks_write_is_refused_as_they_enter() -> None:
+    for said in run_ranks(enters_unlike_others, 2):
+        assert "0: full_params(write=True); rank 1: full_params(write=False)" in said
+
+
 def raises_in_context(rank: int, world_size: int, goes_on: bool) -> str:
     """Leave the context by an exception on rank 1, which ends or goes on; what others hear."""
     model, said = build(), ""

@@ -120,8 +120,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             (by an optimizer's step, say).
         InputError: at the end, for a parameter that was replaced by one of another shape, or of
             no values (on the meta device), or sparse.
-        MismatchError: on every rank, if they do not all enter; at the end of one for writing, if
-            ranks left other values.
+        MismatchError: on every rank, if they do not all enter, or some to write; at the end of one
+            for writing, if ranks left other values.
         WrapError: if the model is not wrapped.
 
     Example:
@@ -135,7 +135,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     if schedule.whole:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     with schedule.comm.awaited("full_params"):
-        schedule.begin_call("full_params", in_modules=True)
+        schedule.begin_call(f"full_params(write={bool(write)})", in_modules=True)
         wholes = {flat: _stand_ins(flat) for flat in schedule.flats}
     versions = [flat.version for flat in schedule.flats]
     with schedule.before_call(_END) if write else nullcontext():
