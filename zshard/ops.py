@@ -174,7 +174,7 @@ def reduce_(
 
     Args:
         acc: (S,) F or float64.
-        chunks: (W, S) F, or float64 where acc is; stride(1) == 1, stride(0) >= S.
+        chunks: (W, S) F, but float64 where acc is; stride(1) == 1, stride(0) >= S.
         stats: (2,) float64, overwritten.
 
     Raises:
@@ -195,7 +195,7 @@ def reduce_peers_(
 
     Args:
         acc: (S,) F or float64.
-        peers: N x (S,) of one dtype, F, or float64 where acc is; N <= 128.
+        peers: N x (S,) of one dtype, F, but float64 where acc is; N <= 128.
         stats: (2,) float64, overwritten.
 
     Raises:
