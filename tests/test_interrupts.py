@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from models import Blocks
-from ranks import run_ranks
+from ranks import run_ranks, simulated
 from steps import batch
 from torch import Tensor, nn
 
@@ -28,6 +28,7 @@ from zshard.units.full_buffer import FullBuffer
 from zshard.units.gradient import Gradients
 from zshard.units.param_site import ParamSite
 from zshard.units.pool import Pool
+from zshard.wrap import schedule_of
 
 SITES = {
     "install": (ParamSite, "install"),
@@ -125,6 +126,8 @@ def interrupted(rank: int, world_size: int, site: str) -> list[str]:
             return wrong
         try:
             zshard.reset(model)
+            if schedule_of(model).pool.live > 0:
+                wrong.append(f"call {at}: a unit that is not gathered keeps its memory")
             model.zero_grad()
             with zshard.full_params(model):
                 pass
@@ -150,6 +153,11 @@ def test_a_reset_after_ctrl_c_is_as_if_the_step_had_not_been(site: str, world_si
         assert interrupted(0, 1, site) == []
     else:
         assert run_ranks(interrupted, 2, site) == [[], []]
+
+
+def test_so_it_is_for_a_simulated_rank_which_has_nobody_to_begin_anew_with() -> None:
+    with simulated(0, 2):
+        assert interrupted(0, 1, "enter a state") == []
 
 
 def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) -> list[str]:

@@ -196,6 +196,10 @@ def test_the_streams_are_in_order_whatever_comes_between_steps(name: str) -> Non
     assert run_ranks(interrupted, 2, OPTIONS[name]) == [[]] * 2
 
 
+def test_they_are_on_one_rank_which_has_nobody_to_end_a_backward_with() -> None:
+    assert interrupted(0, 1, {}) == []
+
+
 def careless(rank: int, world_size: int, lost: str) -> list[str]:
     """Train where a function of zshard.streams does nothing."""
     with pytest.MonkeyPatch.context() as monkeypatch:
