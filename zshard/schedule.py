@@ -130,8 +130,6 @@ class Schedule:
         due = [u for u in resident if u.outdated]
         if not due:
             return
-        if self.backward.raised:
-            self.reset()
         for unit in due:
             self.executor.reshard(unit)
             if unit.strategy.replicated:  # every rank has made the same update
