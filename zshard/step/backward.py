@@ -307,13 +307,12 @@ class Backward:
         self._executor.leave_all()
         self._executor.enter_state(TrainingState.IDLE)
         self._begun.pop(self, None)
-        self.current = None
         self.forwards.forget()
         self._lost = False
 
     def abandon(self, ending: Ending) -> None:
         """Leave the forward or backward under way; see [Note: after an exception]."""
-        self._end = self.current = None
+        self._end = None
         self._interrupted.forget()
         self._begun.pop(self, None)  # else the meetings below would bring it back once more
         self._bring_others_back()  # what has raised inside a forward comes before its end
