@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import models
 import pytest
@@ -40,13 +41,22 @@ KEEPERS = {
 }
 
 
-def model_with_a_graph(rank: int, world_size: int, keeper: str) -> bool:
+def fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+def model_with_a_graph(rank: int, world_size: int, keeper: str, raises: bool = False) -> bool:
     model = zshard.wrap(Blocks())
     outputs: list[torch.Tensor] = []
     handle = model.blocks[0].register_forward_hook(lambda m, args, out: outputs.append(out))
     loss = models.loss_of(model, batch(rank, 0))
+    if raises:
+        outputs[0].register_hook(fail)
     KEEPERS[keeper](model, outputs.pop(), loss)
-    loss.backward()
+    with pytest.raises(ArithmeticError) if raises else nullcontext():
+        loss.backward()
+    if raises:
+        zshard.reset(model)
     gone = weakref.ref(model)
     del model, handle, loss
     gc.collect()
@@ -57,6 +67,12 @@ def model_with_a_graph(rank: int, world_size: int, keeper: str) -> bool:
 def test_a_model_that_keeps_a_part_of_its_graph_is_freed_as_well(keeper: str) -> None:
     assert model_with_a_graph(0, 1, keeper)
     assert run_ranks(model_with_a_graph, 2, keeper) == [True, True]
+
+
+def test_so_it_is_where_an_exception_has_ended_the_backward() -> None:
+    keeper = "a unit its output"
+    assert model_with_a_graph(0, 1, keeper, raises=True)
+    assert run_ranks(model_with_a_graph, 2, keeper, True) == [True, True]
 
 
 def input_gradients(rank: int, world_size: int, strategy: str) -> list[torch.Tensor | str]:

@@ -106,6 +106,25 @@ def test_a_gradient_that_accumulates_stays_one_object() -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), kept[0], strict=False))
 
 
+def fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+def test_a_gradient_that_an_exception_drops_is_left_as_it_was() -> None:
+    model = build()
+    backward(model, 0)
+    kept = [p.grad for p in model.parameters()]
+    before = values(kept)
+    output = model(torch.ones(2, 6))
+    output.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+    zshard.reset(model)
+    backward(model, 1)
+    assert values(kept) == before
+    assert not any(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
+
+
 def replace(p: Tensor) -> None:
     p.grad = torch.full(p.shape, 7.0)
 
