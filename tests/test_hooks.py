@@ -176,6 +176,23 @@ def test_post_accumulate_hooks_find_the_reduced_gradient(when: str) -> None:
             assert torch.equal(ours, theirs), name
 
 
+def called_while_accumulating(rank: int, world_size: int) -> list[set[str]]:
+    model = zshard.wrap(Blocks())
+    called: list[set[str]] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, n=name: called[-1].add(n))
+    for model.order in ((0, 1, 2), (0, 2)):
+        called.append(set())
+        models.loss_of(model, batch(rank, 0)).backward()
+    return called
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_they_are_called_for_what_the_backward_has_added_to_alone(world_size: int) -> None:
+    for first, second in run_ranks(called_while_accumulating, world_size):
+        assert len(first) == 19 and first - second == {n for n in first if "blocks.1" in n}
+
+
 def test_a_hook_on_a_frozen_parameter_is_refused_as_in_plain_torch() -> None:
     model = zshard.wrap(Blocks().requires_grad_(False))
     with pytest.raises(zshard.StateError, match=r"inlet\.weight: a hook"):

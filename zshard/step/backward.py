@@ -297,7 +297,6 @@ class Backward:
     def _apply_trained_changes(self) -> None:
         """Note which parameters were frozen and unfrozen since."""
         if self._trained_changed:
-            self._reducer.read_outcome()  # may raise: then it is still to be done
             self._reducer.find_trained()
             self._agreement.forget_trained()
             self._trained_changed = False
