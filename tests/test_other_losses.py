@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+import models
 import pytest
 import torch
 from models import Block
 from ranks import run_ranks
+from steps import batch, build
 from torch import Tensor, nn
 
 import zshard
@@ -308,3 +310,21 @@ def test_the_other_half_of_a_forward_is_refused_once_and_by_one_rank_never(
         if first == 1:  # which output is come to first is the same then as with both
             assert said in ends[1] and "epeat" in ends.pop(1)
         assert ends == ["made"] * len(ends)
+
+
+def read_between(rank: int, world_size: int) -> list[Tensor]:
+    """The gradient of like steps, where a read at times frees what forward has left gathered."""
+    model, found = build(), []
+    for step in range(6):
+        loss = models.loss_of(model, batch(rank, 0))
+        with zshard.full_params(model) if step in (2, 3, 5) else nullcontext():
+            pass
+        loss.backward()
+        found.append(zshard.full_grad(model, "blocks.2.up.weight"))
+        model.zero_grad()
+    return found
+
+
+def test_a_backward_behind_a_read_is_taken_for_no_other() -> None:
+    for first, *others in run_ranks(read_between, 2):
+        assert all(torch.equal(first, each) for each in others)
