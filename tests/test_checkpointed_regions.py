@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from models import Blocks
 from ranks import run_ranks
+from steps import batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -150,3 +152,34 @@ def test_a_recomputation_before_the_backward_has_come_to_the_model_leaves_it_at_
     alone: bool, strategy: str, world_size: int
 ) -> None:
     run_ranks(before_the_model, world_size, strategy, alone)
+
+
+class Keeping(Blocks):
+    """Recomputes its own layer, and keeps what the first block has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.inlet(x).exp(), x, use_reentrant=False)
+        self.kept = self.blocks[0](x)
+        return self.outlet(self.kept)
+
+
+def from_what_is_kept(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = Keeping()
+    model = zshard.wrap(copy.deepcopy(plain), strategy=strategy)
+    for each in (plain, model):
+        output = each(batch(0, 0))
+        each.kept.sum().backward()
+        del output
+    for name, param in plain.named_parameters():
+        grad = zshard.full_grad(model, name)
+        assert (grad is None) == (param.grad is None)
+        assert grad is None or torch.equal(grad, param.grad), name
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_region_of_the_roots_own_layers_may_be_come_to_past_its_output(
+    strategy: str, world_size: int
+) -> None:
+    run_ranks(from_what_is_kept, world_size, strategy)

@@ -309,3 +309,20 @@ def test_a_gradient_that_is_set_on_a_frozen_parameter_counts(strategy: str) -> N
         clip = zshard.clip_grad_norm_ if wrap else nn.utils.clip_grad_norm_
         norms.append(clip(model.parameters(), 1e9))
     torch.testing.assert_close(norms[1], norms[0])
+
+
+def norms_around_freezing(rank: int, world_size: int) -> None:
+    model = zshard.wrap(models.build("blocks"))
+    for trained in (True, False, True):
+        model.blocks[1].requires_grad_(trained)
+        models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
+        grads = [zshard.full_grad(model, name) for name, _ in model.named_parameters()]
+        norms = torch.stack([grad.norm() for grad in grads if grad is not None])
+        norm = zshard.clip_grad_norm_(model, 1e9)
+        torch.testing.assert_close(norm, norms.norm(), rtol=1e-4, atol=0.0)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_norm_has_nothing_of_what_was_frozen_since_the_last_one(world_size: int) -> None:
+    run_ranks(norms_around_freezing, world_size)

@@ -313,6 +313,11 @@ def test_fp16_gradients_stay_what_they_are_where_another_is_zeroed() -> None:
             zshard.full_param(model, "inlet.weight"),
         )
         scaler.unscale_(optimizer)
+        optimizer.zero_grad(set_to_none=False)
+        scaler.step(optimizer)  # by zeros
+        scaler.update()
+        backward(model, scaler)
+        scaler.unscale_(optimizer)
         zshard.clip_grad_norm_(model, 1e-6)
         if zeroes:
             model.outlet.bias.grad.zero_()
