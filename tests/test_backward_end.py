@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
+from models import Block, Blocks
 from ranks import run_ranks
 from steps import batch, build
 from torch import Tensor, nn
@@ -105,3 +107,32 @@ def test_a_gradient_made_before_an_exception_is_not_added_to_the_next_ones(held:
     model(torch.ones(4)).backward()
     for name in ("a", "b"):
         assert torch.equal(zshard.full_grad(model, name), torch.ones(4)), name
+
+
+class Skips(Block):
+    """Of which a step may use the first layer alone, whose gradients are a backward's last."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x if self.skips else self.down(self.up(x))
+
+
+def by_turns(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = Blocks(block=Skips)
+    model = zshard.wrap(copy.deepcopy(plain))
+    for Skips.skips in (True, False, True, False):
+        for each in (plain, model):
+            each.zero_grad()
+            each(batch(0, 0)).square().mean().backward()
+        for name, param in plain.named_parameters():
+            grad = zshard.full_grad(model, name)
+            assert (grad is None) == (param.grad is None)
+            assert grad is None or torch.equal(grad, param.grad), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_unit_is_done_with_by_this_backwards_gradients_alone(world_size: int) -> None:
+    run_ranks(by_turns, world_size)

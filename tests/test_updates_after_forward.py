@@ -144,7 +144,7 @@ def test_a_change_behind_a_step_takes_no_meeting() -> None:
     assert run_ranks(renew_and_change, 2) == [0, 0]
 
 
-def change_after_an_exception(rank: int, world_size: int, comm: str) -> bool:
+def change_after_an_exception(rank: int, world_size: int, comm: str, trains: bool) -> bool:
     """Whether ranks, of which one has left a forward, make a change and go on alike."""
     model, plain = zshard.wrap(models.build("blocks"), comm=comm), models.build("blocks")
     order = (0, 1, 2)
@@ -157,7 +157,11 @@ def change_after_an_exception(rank: int, world_size: int, comm: str) -> bool:
     hook = model.blocks[1].up.register_forward_hook(fail)
     if rank == 0:
         hook.remove()
-        evaluate(model, rank, order)
+        if trains:  # the exception ends the step here as well
+            with pytest.raises(zshard.MismatchError, match="after one that raised an exception"):
+                models.loss_of(model, batch(rank, 0)).backward()
+        else:
+            evaluate(model, rank, order)
     else:
         with pytest.raises(ValueError, match="user code"):
             evaluate(model, rank, order)
@@ -167,6 +171,9 @@ def change_after_an_exception(rank: int, world_size: int, comm: str) -> bool:
     return torch.equal(evaluate(model, rank, order), evaluate(plain, rank, order))
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("comm", ["group", "peer"])
-def test_a_rank_that_has_left_the_forward_by_an_exception_makes_the_change_too(comm: str) -> None:
-    assert run_ranks(change_after_an_exception, 2, comm) == [True, True]
+def test_a_rank_that_has_left_the_forward_by_an_exception_makes_the_change_too(
+    comm: str, trains: bool
+) -> None:
+    assert run_ranks(change_after_an_exception, 2, comm, trains) == [True, True]
