@@ -73,6 +73,47 @@ def test_the_command_prints_json(command: Command) -> None:
     assert printed["fit"]["hbm"] == 80 * 2**30
 
 
+SPLIT = zshard.Precision.bf16(reduce=torch.bfloat16, master="split")
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--strategy zero1", {"strategy": "zero1"}),
+        ("--units layer", {"units": "layer"}),
+        ("--precision split", {"precision": SPLIT}),
+        ("--precision fp32", {"precision": zshard.Precision()}),
+        ("--optimizer momentum", {"optimizer": "momentum"}),
+        ("--prefetch 2", {"prefetch": 2}),
+        ("--batch 2x64", {"batch": (2, 64)}),
+        ("--batch 2x64 --checkpointing", {"batch": (2, 64), "checkpointing": True}),
+        ("--batch 1x64 --network 8Gbit", {"batch": (1, 64), "network": 1e9}),
+        ("--batch 1x64 --network 2GB", {"batch": (1, 64), "network": 2e9}),
+        ("--batch 1x64 --machine a100", {"batch": (1, 64), "machine": "a100"}),
+        ("--activations 3MiB", {"activations": 3 * 2**20}),
+        ("--activations 3MB", {"activations": 3_000_000}),
+        ("--activations 0.5TB", {"activations": 500_000_000_000}),
+        ("--backend nccl", {"backend": "nccl"}),
+    ],
+)
+def test_an_option_of_the_command_is_one_of_the_plan(
+    command: Command, words: str, options: dict[str, object]
+) -> None:
+    usual = {"precision": zshard.Precision.bf16(), "machine": "h100", "backend": "gloo"}
+    planned = zshard.plan("gpt:tiny", 4, **(usual | options)).to_dict()
+    assert planned != zshard.plan("gpt:tiny", 4, **usual).to_dict()
+    others = [] if "backend" in options else ["--backend", "gloo"]
+    done = command("gpt:tiny", "--world", 4, *others, *words.split(), "--json")
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert {key: printed[key] for key in planned} == planned
+
+
+def test_what_the_command_cannot_plan_with_is_refused(command: Command) -> None:
+    done = command("gpt:tiny", "--world", 4, "--comm", "peer")
+    assert done.returncode == 2 and "comm='peer': h100 was not measured" in done.stderr
+
+
 def test_with_a_batch_the_command_measures_and_predicts(command: Command) -> None:
     done = command(
         "gpt:25m", "--world", 2, "--batch", "1x64", "--hbm", "0.2GB", "--machine", "h200"
@@ -151,6 +192,7 @@ def test_a_profile_that_could_not_be_written_is_not_measured(
         ("--hbm", "80"),
         ("--world", "0"),
         ("--hbm", "0"),
+        ("--hbm", f"{10**400}GB"),
         ("--batch", "64"),
         ("--batch", "0x64"),
         ("--network", "0Gbit"),

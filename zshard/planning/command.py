@@ -33,6 +33,7 @@ _PRECISIONS = {
     "split": Precision.bf16(reduce=torch.bfloat16, master="split"),
 }
 _UNITS = {"GB": 1e9, "GiB": 2.0**30, "TB": 1e12, "MB": 1e6, "MiB": 2.0**20}
+_DIGITS = 30  # more are no size of anything, and some are no float
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +123,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def size(text: str) -> int:
     """An argument's type: bytes, as 80GB (8e10) or 80GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-    if match is None or match[2] not in _UNITS:
+    if match is None or match[2] not in _UNITS or len(match[1]) > _DIGITS:
         raise argparse.ArgumentTypeError(f"{text}: expected a number of {', '.join(_UNITS)}")
     return round(float(match[1]) * _UNITS[match[2]])
 
