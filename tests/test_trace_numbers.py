@@ -13,8 +13,8 @@ from zshard.tracing.trace import Trace
 class ByHand(zshard.tracing.clock.Clock):
     """A clock that stands until it is set."""
 
-    def __init__(self) -> None:
-        self.at, self.unix_ns, self.now = 0.0, 0, lambda: self.at
+    def __init__(self, unix_ns: int = 0) -> None:
+        self.at, self.unix_ns, self.now = 0.0, unix_ns, lambda: self.at
 
     def start(self) -> None:
         self.at = 0.0
@@ -27,15 +27,15 @@ class ByHand(zshard.tracing.clock.Clock):
         return stamp
 
 
-def recorded() -> Trace:
+def recorded(scale: int = 1, unix_ns: int = 0, rank: int = 0) -> Trace:
     """Three gathers, one behind another on their lane; a reduction under them, and one cut off."""
-    clock = ByHand()
+    clock = ByHand(unix_ns)
     recorder = Recorder(clock)
 
     def issue(began: float, returned: float, phase: str, unit: str, nbytes: int) -> Transfer:
         clock.at = began
         recorder.enter(phase, unit)
-        transfer = recorder.issue("op", Tag(0, phase, unit), nbytes, phase)
+        transfer = recorder.issue("op", Tag(0, phase, unit), nbytes * scale, phase)
         clock.at = returned
         transfer.returns()
         return transfer
@@ -74,7 +74,7 @@ def recorded() -> Trace:
     clock.at = 11.0
     recorder.end(linger=False)
     cut.completed()  # too late
-    return Trace(recorder, rank=0, world=2, units=("root", "a", "b"), model="Model")
+    return Trace(recorder, rank=rank, world=2, units=("root", "a", "b"), model="Model")
 
 
 def test_each_moment_is_of_the_innermost_and_the_critical_path_leads_over_the_lane() -> None:

@@ -119,7 +119,7 @@ class _Writer:
             own = event.stream == "compute" or event.phase == "sum"
             yield self._event(event) if own else self._issued(event)
         for transfer in trace.transfers:
-            if transfer.returned > transfer.issued and transfer.lane != "meet":
+            if transfer.returned > transfer.issued:
                 name = f"issue {transfer}"
                 yield self._slice(name, "issue", "compute", transfer.issued, transfer.returned)
             yield self._transfer(transfer)
