@@ -106,6 +106,50 @@ def test_each_moment_is_of_the_innermost_and_the_critical_path_leads_over_the_la
     ]
 
 
+def test_the_critical_path_keeps_to_a_lane_and_to_the_waiter_that_reads_itself() -> None:
+    clock = ByHand()
+    recorder = Recorder(clock)
+
+    def issue(at: float, phase: str) -> Transfer:
+        clock.at = at
+        return recorder.issue("op", Tag(0, phase, "root"), 1, phase)
+
+    def waits(began: float, ended: float, transfer: Transfer) -> None:
+        clock.at = began
+        stall = recorder.begin_stall("op", Tag(0, "gather", "root"), transfer)
+        clock.at = ended
+        recorder.end_stall(stall)
+
+    recorder.enter("forward", "root")
+    other = issue(0.0, "reduce")
+    clock.at = 0.5
+    other.returns()
+    own = issue(1.0, "gather")
+    for at, transfer in ((3.0, other), (4.0, own)):
+        clock.at = at
+        transfer.completed()
+    waits(2.0, 4.0, own)
+    waits(5.0, 5.5, own)  # which has ended long ago
+    read = issue(6.0, "gather")
+    read.started([object()], by_waiter=True)
+    waits(6.5, 8.0, read)
+    read.waited(6.5, 8.0)
+    clock.at = 9.0
+    recorder.leave("forward", "root")
+    recorder.end(linger=False)
+    trace = Trace(recorder, rank=0, world=2, units=("root",), model="Model")
+    assert [piece[:4] for piece in critical_path(trace, pieces(trace))] == [
+        ("issue", "root", 0.0, 0.5),
+        ("forward", "root", 0.5, 1.0),
+        ("gather", "root", 1.0, 4.0),  # and not the reduction, on another lane
+        ("forward", "root", 4.0, 5.0),
+        ("wait", "root", 5.0, 5.5),
+        ("forward", "root", 5.5, 6.5),
+        ("wait", "root", 6.5, 8.0),
+        ("forward", "root", 8.0, 9.0),
+    ]
+
+
 def test_communication_counts_once_and_is_exposed_while_compute_stands_still() -> None:
     summary = recorded().summary()
     found = {

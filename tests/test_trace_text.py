@@ -72,17 +72,38 @@ def test_the_shortest_of_many_stalls_are_one_row() -> None:
     assert path[-1] == ["3 others", "180.00", f"{0.18 / 31.15:.1%}"] and len(path) == 13
 
 
-def test_what_ends_behind_a_trace_counts_up_to_its_end() -> None:
+def test_transfers_count_up_to_the_end_of_the_trace_and_two_at_once_but_once() -> None:
     clock = ByHand()
     recorder = Recorder(clock)
-    transfer = recorder.issue("op", Tag(0, "gather", "root"), 100, "gather")
+    gather = recorder.issue("op", Tag(0, "gather", "root"), 100, "gather")
+    reduce = recorder.issue("op", Tag(0, "reduce", "a"), 100, "reduce")
     clock.at = 3.0  # as a thread of the backend's would note it
-    transfer.completed()
+    gather.completed()
+    clock.at = 1.5
+    reduce.completed()
     clock.at = 2.0
     recorder.end(linger=True)
-    trace = Trace(recorder, rank=0, world=2, units=("root",), model="Model")
-    assert (transfer.ended, trace.seconds, trace.summary().cut) == (3.0, 2.0, 0)
-    assert trace.summary().total.seconds == trace.summary().units[0].seconds == 2.0
+    trace = Trace(recorder, rank=0, world=2, units=("root", "a"), model="Model")
+    assert (gather.ended, trace.seconds, trace.summary().cut) == (3.0, 2.0, 0)
+    assert [each.seconds for each in trace.summary().units] == [2.0, 1.5, 0.0]
+    assert trace.summary().total.seconds == 2.0
+
+
+def test_an_arrow_from_a_transfer_that_never_began_goes_not_backwards(tmp_path: Path) -> None:
+    clock = ByHand()
+    recorder = Recorder(clock)
+    recorder.issue("op", Tag(0, "gather", "root"), 100, "gather")  # a rank is gone: it never ends
+    stuck = recorder.issue("op", Tag(0, "gather", "root"), 100, "gather")
+    clock.at = 1.0
+    stall = recorder.begin_stall("op", Tag(0, "gather", "root"), stuck)
+    clock.at = 2.0
+    recorder.end_stall(stall)
+    clock.at = 3.0
+    recorder.end(linger=False)
+    assert stuck.began == 3.0  # behind the other, on its lane
+    Trace(recorder, rank=0, world=2, units=("root",), model="Model").save(tmp_path / "0.json")
+    events = json.loads((tmp_path / "0.json").read_text())["traceEvents"]
+    assert [(e["ph"], e["ts"]) for e in events if e["ph"] in "sf"] == [("s", 2e6), ("f", 2e6)]
 
 
 def test_a_file_has_every_event_at_its_time_since_midnight(tmp_path: Path) -> None:
