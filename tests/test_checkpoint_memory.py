@@ -1,4 +1,4 @@
-"""What a rank holds beside its shard while it saves and loads: bounded, however large the model."""
+"""What a rank holds beside its shard while it saves and loads, and what it reads: both bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zshard
-from zshard.checkpoint import manifest
+from zshard.checkpoint import files, manifest, writer
 
 MI_B = 1 << 20
 WIDTH = 2560  # 26 MB of fp32 a layer
@@ -69,3 +69,33 @@ def test_beside_its_shard_a_rank_holds_a_chunk_and_little_more(
     most = 3 * manifest.CHUNK_BYTES + MI_B
     for found in run_ranks(peaks, 2, str(tmp_path), dtype, precision):
         assert max(found) < most, [f"{n / MI_B:.1f} MiB" for n in found]
+
+
+def bytes_read(rank: int, size: int, folder: str) -> tuple[int, int]:
+    """What is read of a tensor of 16 KiB from a checkpoint, and from a file without checksums."""
+    writer.CHUNK_BYTES = 1024
+    model = zshard.wrap(nn.Linear(64, 64, bias=False))
+    zshard.save(f"{folder}/a", model)
+    zshard.export(f"{folder}/b", model)
+    file = Path(folder) / "alone.safetensors"  # the manifest is beside the other
+    if rank == 0:
+        file.write_bytes((Path(folder) / "b/model.safetensors").read_bytes())
+    torch.distributed.barrier()
+    begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")  # of the tensors
+    read, counts = files.File.read, [0]
+
+    def counted(self: files.File, into: bytearray | memoryview, offset: int) -> None:
+        if offset >= begin and self.path.endswith(".safetensors"):
+            counts[-1] += memoryview(into).nbytes
+        read(self, into, offset)
+
+    files.File.read = counted
+    zshard.load(f"{folder}/a", model)
+    counts.append(0)
+    zshard.load_weights(model, file)
+    return counts[0], counts[1]
+
+
+def test_a_rank_reads_no_more_than_its_own_part(tmp_path: Path) -> None:
+    for found in run_ranks(bytes_read, 2, str(tmp_path)):
+        assert found == (64 * 64 * 4 // 2, 64 * 64 * 4 // 2)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import zshard
 from zshard.checkpoint import catalogue, command, writer
-from zshard.checkpoint.inspect import list_folder
+from zshard.checkpoint.inspect import list_folder, summarize
 from zshard.cli import main
 
 
@@ -74,6 +74,7 @@ def test_info_tells_what_a_checkpoint_holds(
         kinds[kind] = tensors
         assert told["kinds"][kind]["tensors"] == len(tensors)
         assert told["kinds"][kind]["nbytes"] == sum(t.nbytes for t in tensors.values())
+        assert told["kinds"][kind]["elements"] == sum(t.numel() for t in tensors.values())
         assert told["files"][f"{kind}.safetensors"] == (path / f"{kind}.safetensors").stat().st_size
     whole = build(0)
     own = {name for name, _ in whole.named_parameters()}
@@ -83,6 +84,7 @@ def test_info_tells_what_a_checkpoint_holds(
     assert (told["ranks"], told["optimizer"], told["step"]) == (2, "AdamW", 2)
     assert told["extra"] == {"step": 2, "text": "x" * 1000}
     assert told["problems"] == []
+    assert told["bytes"] == sum(told["files"].values())
     status, text, _ = ckpt(capsys, "info", path)
     assert status == 0
     for line in (
@@ -91,6 +93,11 @@ def test_info_tells_what_a_checkpoint_holds(
         r"^updated by +AdamW, after 2 steps$",
         r'^extra +\{"step": 2, "text": "x+\.\.\.$',
         r"^health +whole",
+        *(
+            rf"^{kind} +{sum(t.nbytes for t in tensors.values()) / 1e6:.2f} MB in {len(tensors)} "
+            for kind, tensors in kinds.items()
+        ),
+        *(rf"^file +{name}, {nbytes / 1e6:.2f} MB$" for name, nbytes in told["files"].items()),
     ):
         assert re.search(line, text, re.M), (line, text)
     assert max(map(len, text.splitlines())) < 400
@@ -122,7 +129,8 @@ def test_info_of_a_folder_is_a_line_for_each_checkpoint_and_marks_the_newest(
     status, text, _ = ckpt(capsys, "info", folder)
     second, third, first = text.splitlines()
     assert status == 0
-    assert re.search(r"^step-2 .* 2 ranks .* MB +whole, newest$", second)
+    size = sum(file.stat().st_size for file in (folder / ".step-2.replaced").glob("*.safetensors"))
+    assert re.search(rf"^step-2 .* 2 ranks +{size / 1e6:.2f} MB +whole, newest$", second)
     assert re.search(r"^step-3 .* 2 ranks .*not whole: .*model\.safetensors: No such file", third)
     assert re.search(r"^step-1 .*checkpoint\.json: damaged", first)
     told = json.loads(ckpt(capsys, "info", folder, "--json")[1])
@@ -280,3 +288,26 @@ def test_an_export_is_told_apart_verified_and_loaded(
     wanted = zshard.state_dict(model)
     for name, value in zshard.state_dict(other).items():
         assert torch.equal(value, wanted[name]), name
+
+
+def test_an_export_is_never_the_newest_and_comes_before_checkpoints(tmp_path: Path) -> None:
+    model = zshard.wrap(torch.nn.Linear(2, 2))
+    zshard.save(tmp_path / "b", model)
+    zshard.export(tmp_path / "c", model)
+    zshard.export(tmp_path / "a", model)
+    listing = list_folder(str(tmp_path))
+    assert [Path(each.path).name for each in listing.checkpoints][2:] == ["b"]
+    assert listing.newest == str(tmp_path / "b")
+
+
+def test_info_tells_the_most_steps_that_a_parameter_has_taken(tmp_path: Path) -> None:
+    model = zshard.wrap(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for frozen in (False, False, True):
+        model[1].requires_grad_(not frozen)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zshard.save(tmp_path / "a", model, optimizer)
+    states = summarize(str(tmp_path / "a"))
+    assert (states.optimizer, states.step) == ("AdamW", 3)  # torch's counts are floats
