@@ -292,9 +292,10 @@ def test_an_export_is_told_apart_verified_and_loaded(
 
 def test_an_export_is_never_the_newest_and_comes_before_checkpoints(tmp_path: Path) -> None:
     model = zshard.wrap(torch.nn.Linear(2, 2))
-    zshard.save(tmp_path / "b", model)
     zshard.export(tmp_path / "c", model)
     zshard.export(tmp_path / "a", model)
+    assert list_folder(str(tmp_path)).newest is None
+    zshard.save(tmp_path / "b", model)
     listing = list_folder(str(tmp_path))
     assert [Path(each.path).name for each in listing.checkpoints][2:] == ["b"]
     assert listing.newest == str(tmp_path / "b")
