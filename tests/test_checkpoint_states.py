@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,77 @@ def test_options_keep_their_types(tmp_path: Path) -> None:
     lr = into.param_groups[0]["lr"]
     assert isinstance(lr, Tensor) and lr == 0.25
     assert into.param_groups[0]["betas"] == (0.25, 0.9)
+
+
+def test_groups_keep_the_names_of_their_own_parameters(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    zshard.save(tmp_path / "a", model, torch.optim.AdamW(model.named_parameters(), lr=0.25))
+    into = torch.optim.AdamW([{"params": [each]} for each in model.named_parameters()], lr=0.5)
+    zshard.load(tmp_path / "a", model, into)
+    assert [group["param_names"] for group in into.param_groups] == [["weight"], ["bias"]]
+    assert [group["lr"] for group in into.param_groups] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("kind", [zshard.AdamW, zshard.Adam])
+def test_a_checkpoint_from_before_the_first_step_takes_it_all_back(
+    kind: type[zshard.AdamW], tmp_path: Path
+) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def two_steps() -> list[float]:
+        losses = []
+        for _ in range(2):
+            loss = (model(torch.ones(1, 4)) ** 2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return [*losses, *zshard.full_param(model, "weight").flatten().tolist()]
+
+    zshard.save(tmp_path / "new", model, optimizer)
+    first = two_steps()
+    zshard.load(tmp_path / "new", model, optimizer)
+    assert two_steps() == first
+
+
+def test_torchs_adam_goes_on_from_zshards_with_its_own_decay(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    for ours, theirs in ((zshard.Adam, torch.optim.Adam), (zshard.AdamW, torch.optim.AdamW)):
+        zshard.save(tmp_path / "a", model, ours(model.parameters(), weight_decay=0.5))
+        into = theirs(model.parameters(), amsgrad=True, maximize=True)
+        zshard.load(tmp_path / "a", model, into)
+        group = into.param_groups[0]
+        assert group["decoupled_weight_decay"] is (ours is zshard.AdamW)
+        assert (group["weight_decay"], group["amsgrad"], group["maximize"]) == (0.5, False, False)
+
+
+@pytest.mark.parametrize("kept", [lambda inner: {"one": inner}, lambda inner: [3, inner]])
+def test_an_optimizer_with_others_in_a_dict_or_a_list_is_refused(
+    kept: Callable[[object], object], tmp_path: Path
+) -> None:
+    model, optimizer = trained(momentum=0.9)
+    optimizer.itself = optimizer  # no other one
+    zshard.save(tmp_path / "a", model, optimizer)
+    optimizer.others = kept(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(zshard.OptimizerError, match=r"SGD keeps states outside .* of its \.others"):
+        zshard.save(tmp_path / "a", model, optimizer)
+
+
+def test_numbers_of_several_dtypes_are_exact(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    mine = {
+        "whole": torch.tensor(2**40 + 1),
+        "half": torch.tensor(0.1, dtype=torch.bfloat16),
+        "double": torch.tensor(0.1, dtype=torch.float64),
+        "truth": torch.tensor(True),
+        "none": torch.tensor(float("-inf")),
+        "wave": torch.tensor(1 - 2j),
+    }
+    optimizer.state[model.bias].update(mine)
+    zshard.save(tmp_path / "a", model, optimizer)
+    again, into = trained()
+    zshard.load(tmp_path / "a", again, into)
+    for name, value in mine.items():
+        found = into.state[again.bias][name]
+        assert found.dtype == value.dtype and torch.equal(found, value), name
