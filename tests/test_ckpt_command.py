@@ -262,6 +262,19 @@ def test_verify_of_a_folder_goes_on_where_a_job_removes_one_meanwhile(
     assert second.startswith(f"{tmp_path / '2'}: ok")
 
 
+def test_verify_of_a_folder_ends_where_one_that_is_there_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zshard.save(tmp_path / "1", zshard.wrap(torch.nn.Linear(2, 2)))
+
+    def fails(path: str, progress: object) -> object:
+        raise zshard.CheckpointError(f"{path}: was replaced too often")
+
+    monkeypatch.setattr(command.inspect, "verify", fails)
+    status, out, errors = ckpt(capsys, "verify", tmp_path)
+    assert (status, out) == (1, "") and "was replaced too often" in errors
+
+
 @pytest.mark.parametrize("action", ["info", "verify"])
 def test_where_there_is_no_checkpoint_the_path_is_named(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
