@@ -93,6 +93,7 @@ def test_every_part_of_a_manifest_may_be_of_any_wrong_type() -> None:
     with two_saves() as (first, _, run):
         place = first.parent / "hostile" / "x"
         shutil.copytree(first, place)
+        (place / "spare").write_bytes(b"x" * 10)
         content = json.loads((first / MANIFEST).read_bytes())["checkpoint"]
         # One tensor of each kind: what is done to one need not be done to all.
         others = {"turned", "seen", "weight", "turned.exp_avg", "weight.exp_avg"}
@@ -152,6 +153,14 @@ def hostile_contents(content: dict[str, Any]) -> Iterator[tuple[str, object]]:
         "two tensors in one place",
         changed(lambda own: own["tensors"]["model"].update(twin=dict(scale))),
     )
+    for offset in (0, content["files"][scale["file"]]["nbytes"] - 1):
+        stored = {**scale, "offset": offset}
+        yield (
+            f"a tensor in the header or behind the end, at {offset}",
+            changed(lambda own, s=stored: own["tensors"]["model"].update(scale=s)),
+        )
+    spare = {"nbytes": 10, "header": 1 << 62, "xxh3": "0" * 16}
+    yield "a header longer than its file", changed(lambda own: own["files"].update(spare=spare))
     weight = model["weight"]
     for ends, sums in (([15, 15], 2), ([20], 1), ([15], 2), ([], 0), ([0, 15], 2), ([14], 1)):
         stored = {**weight, "ends": ends, "xxh3": weight["xxh3"] * sums}
@@ -164,6 +173,11 @@ def hostile_contents(content: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield (
             f"a tensor of shape {shape}",
             changed(lambda own, s=stored: own["tensors"]["model"].update(weight=s)),
+        )
+    for order in ([0, 0], [1, 1], [1, 2], [0]):
+        yield (
+            f"memory in the order {order}",
+            changed(lambda own, o=order: own["tensors"]["model"]["weight"].update(order=o)),
         )
     for key in content:
         yield f"no {key}", {k: v for k, v in content.items() if k != key}
@@ -201,6 +215,7 @@ def test_a_made_up_manifest_is_refused_and_nothing_outside_its_folder_is_opened(
     with two_saves() as (first, _, run):
         place = first.parent / "hostile" / "x"
         shutil.copytree(first, place)
+        (place / "spare").write_bytes(b"x" * 10)
         content = json.loads((first / MANIFEST).read_bytes())["checkpoint"]
         expected, cases = run.bits(), 0
         for what, changed in hostile_contents(content):
@@ -218,11 +233,13 @@ def test_a_made_up_manifest_is_refused_and_nothing_outside_its_folder_is_opened(
             write_manifest(place / MANIFEST, raw, form)
             assert refuses(run, place), raw[:80]
             cases += 1
+        write_manifest(place / MANIFEST, text, sequence=content["sequence"] + 1)
+        assert refuses(run, place)
         with (place / MANIFEST).open("wb") as file:
             os.truncate(file.fileno(), 1 << 40)  # of holes
         assert refuses(run, place)
         run.step()
-    print(f"{cases + 1} cases")
+    print(f"{cases + 2} cases")
 
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"{", b'{"cpu": 1, "python": 2}', b"\xff"])

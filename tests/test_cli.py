@@ -72,12 +72,14 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
 def test_several_ranks_are_launched_with_the_words_of_the_command_and_one_is_not(
     started: Started,
 ) -> None:
-    assert cli.main([*started.words, "--ranks", "3"]) == 0
-    started.launch.assert_called_once_with(3, [*started.words, "--ranks", "3"])
+    for ranks in (2, 3):
+        words = [*started.words, "--ranks", str(ranks)]
+        assert cli.main(words) == 0
+        started.launch.assert_called_with(ranks, words)
     started.train.assert_not_called()
     assert cli.main([*started.words, "--ranks", "1"]) == 0
     options, place = started.train.call_args.args
-    assert place == Place() and options.batch == 3 and started.launch.call_count == 1
+    assert place == Place() and options.batch == 3 and started.launch.call_count == 2
 
 
 def test_a_rank_of_a_job_trains_in_its_place_and_refuses_another_number_of_ranks(
