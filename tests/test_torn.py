@@ -164,3 +164,29 @@ def test_a_forward_after_a_load_is_of_what_was_loaded(strategy: str, tmp_path: P
         before, wanted = model(x), saved(x)
         zshard.load(tmp_path / "a", model)
         assert torch.equal(model(x), wanted) and not torch.equal(before, wanted)
+
+
+def test_a_part_of_a_model_is_not_loaded_where_a_failed_load_has_left_no_values(
+    tmp_path: Path,
+) -> None:
+    part = zshard.wrap(nn.Sequential(nn.Linear(3, 3)))
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    zshard.save(tmp_path / "part", part)
+    zshard.save(tmp_path / "whole", model)
+    file = tmp_path / "whole/model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(zshard.CheckpointError, match="are damaged"):
+        zshard.load(tmp_path / "whole", model)
+    file.write_bytes(whole)
+    for load, given in (
+        (zshard.load, (tmp_path / "part", model)),
+        (zshard.load_weights, (model, tmp_path / "part")),
+    ):
+        with pytest.raises(zshard.CheckpointError, match=r"1\.weight: missing there"):
+            load(*given, strict=False)
+        with pytest.raises(zshard.StateError, match="failed halfway"):
+            model(torch.ones(1, 3))
+    zshard.load(tmp_path / "whole", model)
+    assert zshard.load(tmp_path / "part", model, strict=False).missing == ["1.weight", "1.bias"]
+    model(torch.ones(1, 3))

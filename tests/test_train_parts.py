@@ -1,9 +1,11 @@
 """What `zshard train` is made of: text, model and metrics, each on its own."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest.mock import Mock
@@ -45,13 +47,23 @@ def test_validation_batches_span_the_held_out_text_exactly() -> None:
     assert batches[-1].targets[-1, -1] == 99
 
 
-def test_a_folder_is_read_in_order_without_hidden_files_and_those_of_runs(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_order_without_hidden_files_and_those_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = ("runs/1/metrics.jsonl", "runs/1/loss.png", "runs/1/checkpoints/step-1/model.safetensors")
     for name in ("b/2.txt", "a.txt", "b/1.txt", ".hidden", ".git/config", *run):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     found = [str(f.relative_to(tmp_path)) for f in find_files([str(tmp_path)])]
     assert found == ["a.txt", "b/1.txt", "b/2.txt"]
+    walk = os.walk
+
+    def backwards(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for root, folders, names in walk(folder):
+            yield root, folders, sorted(names, reverse=True)
+
+    monkeypatch.setattr(os, "walk", backwards)  # as another machine's disk may have it
+    assert find_files([str(tmp_path)]) == [tmp_path / name for name in found]
 
 
 def test_ranks_that_read_other_texts_are_told_before_the_first_step(tmp_path: Path) -> None:
