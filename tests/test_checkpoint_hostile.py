@@ -179,6 +179,9 @@ def hostile_contents(content: dict[str, Any]) -> Iterator[tuple[str, object]]:
             f"memory in the order {order}",
             changed(lambda own, o=order: own["tensors"]["model"]["weight"].update(order=o)),
         )
+    for kind in ("model", "master"):
+        rest = {k: v for k, v in content["tensors"].items() if k != kind}
+        yield f"no tensors of the kind {kind}", {**content, "tensors": rest}
     for key in content:
         yield f"no {key}", {k: v for k, v in content.items() if k != key}
     yield "an unknown key", {**content, "run": "rm -rf /"}

@@ -167,3 +167,13 @@ def test_numbers_of_several_dtypes_are_exact(tmp_path: Path) -> None:
     for name, value in mine.items():
         found = into.state[again.bias][name]
         assert found.dtype == value.dtype and torch.equal(found, value), name
+
+
+def test_a_buffer_of_one_row_is_loaded_whatever_the_stride_of_its_rows(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("row", torch.arange(3.0).as_strided((1, 3), (0, 1)))  # shares no memory
+    model = zshard.wrap(model)
+    zshard.save(tmp_path / "a", model)
+    model.row.zero_()
+    zshard.load(tmp_path / "a", model)
+    assert model.row.tolist() == [[0, 1, 2]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ from train_command import TINY
 
 import zshard
 from zshard import cli
-from zshard.training.job import Place
+from zshard.training.job import Job, Place
 from zshard.training.launch import InterruptedJob
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -96,6 +97,25 @@ def test_a_rank_of_a_job_trains_in_its_place_and_refuses_another_number_of_ranks
         "zshard: rank 1: error: --ranks 3: this job was started with 4 ranks\n"
     )
     started.launch.assert_not_called()
+
+
+def test_a_rank_that_is_told_of_no_gpu_takes_that_of_its_number_and_waits_five_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    place = Place.from_environment()
+    assert place == Place(1, 2, 1)
+    join, use = Mock(), Mock()
+    monkeypatch.setattr("zshard.training.job._follow_parent", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", use)
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
+    for device, backend in (("cpu", "gloo"), ("cuda", "nccl")):
+        Job(place, device)
+        join.assert_called_with(backend, timeout=timedelta(minutes=5))
+    use.assert_called_once_with(torch.device("cuda", 1))
 
 
 def test_info_tells_versions_and_what_there_is(

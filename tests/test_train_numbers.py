@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -29,6 +30,7 @@ from zshard.training.metrics import (
     plot_loss,
 )
 from zshard.training.options import TrainOptions, resolve
+from zshard.training.resume import Progress
 from zshard.training.train import Run
 from zshard.training.trainplan import announce, compare, plan_of
 
@@ -135,6 +137,22 @@ def test_a_run_in_a_folder_of_its_text_is_taken_and_leaves_the_text_as_it_was(
     (tmp_path / "run" / "metrics.jsonl").write_text("")  # of a run that has not saved yet
     with pytest.raises(InputError, match="holds a run already"):
         resolve(given)
+
+
+def test_a_run_of_another_version_is_resumed_by_none_but_that(tmp_path: Path) -> None:
+    model = zshard.wrap(torch.nn.Linear(2, 3))
+    progress = Progress(1, 1, 0, TrainOptions(data=(str(tmp_path),)).as_json())
+    for name, extra, said in (
+        ("a", {**progress.as_extra(), "wings": 2}, r'noted .*"wings".*: resume it with that one'),
+        (
+            "b",
+            replace(progress, options={**progress.options, "wings": 2}).as_extra(),
+            "options this zshard does not know: wings; resume it with the version",
+        ),
+    ):
+        zshard.save(tmp_path / name, model, extra=extra)
+        with pytest.raises(InputError, match=said):
+            resolve({"resume": str(tmp_path / name), "out": str(tmp_path / "run")})
 
 
 def test_the_model_is_what_the_options_ask_for() -> None:
