@@ -59,7 +59,7 @@ format: $(LINTERS)
 
 # Host tests of the headers that CPU and CUDA share and of the kernels, under ASan and UBSan.
 check-headers:
-	cmake -S cmake -B build/host $(if $(wildcard $(VENV)/bin/python),-DPython_EXECUTABLE='$(CURDIR)/$(VENV)/bin/python')
+	cmake -S cmake -B build/host $(if $(wildcard $(VENV)/bin/python),-DPython_EXECUTABLE="$$PWD/$(VENV)/bin/python")
 	cmake --build build/host --parallel $(shell nproc)
 	ctest --test-dir build/host --output-on-failure
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shlex
 import time
 from pathlib import Path
@@ -45,8 +46,9 @@ def _read_depfile(output: Path) -> list[Path] | None:
     depfile = Path(f"{output}.d")
     if not depfile.is_file():
         return None
-    names = depfile.read_text().partition(":")[2].replace("\\\n", " ")
-    return [Path(name) for name in shlex.split(names)]
+    # As g++ and nvcc write them for make, which is not as a shell reads them: ' is a letter.
+    names = re.findall(r"(?:\\.|\S)+", depfile.read_text().partition(":")[2].replace("\\\n", " "))
+    return [Path(re.sub(r"\\([ #])|\$(\$)", r"\1\2", name)) for name in names]
 
 
 def _record(output: Path) -> Path:

@@ -201,6 +201,17 @@ def test_an_output_is_made_again_when_an_input_or_the_command_changes(tmp_path):
     assert update(output, [*command, "other"]) is not None
 
 
+def test_an_input_of_any_name_is_found_again(tmp_path):
+    folder = tmp_path / "Zoë's #1 for $5"
+    folder.mkdir()
+    (folder / "a.h").write_text("int a;\n")
+    source, output = folder / "a.cpp", tmp_path / "a.o"
+    source.write_text('#include "a.h"\n')
+    command = ["g++", "-MD", "-MF", f"{output}.d", "-c", str(source), "-o", str(output)]
+    assert update(output, command) is not None
+    assert update(output, command) is None
+
+
 def test_a_failed_command_leaves_nothing_to_trust(tmp_path):
     source, output = tmp_path / "a.cpp", tmp_path / "a.o"
     source.write_text("1")
