@@ -33,7 +33,7 @@ _ENDLESS.append(_ENDLESS)
         ({1: "a"}, "has the key 1"),
         (b"bytes", "extra is a bytes"),
         (["\ud800"], r"extra\[0\] has text that is no Unicode"),
-        ({"n": 10**5000}, "extra cannot be written as JSON: .*4300 digits"),
+        ({"n": 10**5000}, r"extra cannot be written as JSON: .*\(4300"),
         (_ENDLESS, "extra cannot be written as JSON: .*recursion"),
     ],
 )
