@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,26 @@ def load_otherwise(rank: int, world_size: int, folder: Path) -> str:
 def test_ranks_that_load_other_lists_of_optimizers_are_told(tmp_path: Path) -> None:
     said = run_ranks(load_otherwise, 2, tmp_path)
     assert said[0] == said[1] and "AdamW, SGD" in said[0] and "SGD, AdamW" in said[0]
+
+
+def load_in_another_order(rank: int, world_size: int, folder: Path) -> str:
+    model, adamw = made()
+    optimizers = [adamw, zshard.AdamW(model[1].parameters())]
+    zshard.save(folder / "a", model, optimizers)
+    adamw.param_groups[0]["lr"] = 0.5
+    with pytest.raises(zshard.MismatchError) as error:
+        zshard.load(folder / "a", model, optimizers[:: -1 if rank else 1], strict=False)
+    assert adamw.param_groups[0]["lr"] == 0.5
+    zshard.load(folder / "a", model, optimizers[::-1], strict=False)
+    return str(error.value)
+
+
+def test_optimizers_of_one_class_in_another_order_on_a_rank_are_not_left_as_they_are_there_alone(
+    tmp_path: Path,
+) -> None:
+    said = run_ranks(load_in_another_order, 2, tmp_path)
+    assert said[0] == said[1]
+    assert re.search(r"\[1\] would leave out .* than rank 0 \(.* state of 0\.bias\)", said[0])
 
 
 def test_the_record_of_each_optimizer_is_checked(tmp_path: Path) -> None:

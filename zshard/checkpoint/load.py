@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, Error, StateError
+from ..errors import CheckpointError, Error, MismatchError, StateError
 from ..schedule import Schedule
 from ..whole_files import StrPath
 from ..wrap import schedule_of
@@ -166,6 +166,8 @@ def _load(
         return match, optimizers, states
 
     match, optimizers, states = peers.together(compare)
+    if not strict:  # else nothing is left out
+        _compare_left_out(match, peers)
 
     def take() -> None:
         fill(folder, match.pairs, saved.seed)
@@ -178,6 +180,22 @@ def _load(
     change(schedule, peers, take, optimizers)
     begin_anew(schedule, all_replaced=strict)
     return Loaded(saved.extra, match.missing, match.unexpected)
+
+
+def _compare_left_out(match: Match, peers: Peers) -> None:
+    """Make sure that what stays as it is stays so everywhere: else ranks would train apart.
+
+    Raises:
+        MismatchError: on every rank, where it does not, as of optimizers in another order.
+    """
+    left_out = peers.gather(lambda: {*match.missing, *match.unexpected})
+    if differing := [rank for rank, names in enumerate(left_out) if names != left_out[0]]:
+        names = sorted(left_out[differing[0]] ^ left_out[0])
+        raise MismatchError(
+            f"{peers.what}: {peers.comm.names(differing)} would leave out other things than "
+            f"{peers.comm.name(0)} ({names[0]}), so nothing was loaded. Give every rank the same "
+            "optimizers, in the same order"
+        )
 
 
 def _match_generators(
