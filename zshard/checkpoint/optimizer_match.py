@@ -74,7 +74,7 @@ def match_optimizers(
     """Find the place of every state; makes those that the optimizers do not have yet.
 
     Raises:
-        InputError: for an optimizer of other parameters.
+        OptimizerError: for an optimizer around another one.
     """
     params = [parameters_of(optimizer, inventory.names) for optimizer in optimizers]
     if not optimizers:

@@ -45,7 +45,8 @@ def optimizers_of(given: object, names: Mapping[int, str]) -> list[Optimizer]:
         names: id of a parameter of the model -> its name.
 
     Raises:
-        InputError: for anything else, or if two of them have a parameter in common.
+        InputError: for anything else, or if one has a parameter that the model does not have, or
+            two have one in common.
     """
     found: list[Optimizer] = []
     owner: dict[int, int] = {}
@@ -58,11 +59,16 @@ def optimizers_of(given: object, names: Mapping[int, str]) -> list[Optimizer]:
                 f"{type(optimizer).__name__}"
             )
         for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if id(param) not in names:
+                raise InputError(
+                    f"{what} has a parameter of shape {tuple(param.shape)} that the model does not "
+                    "have; give the model whose parameters it updates"
+                )
             if owner.setdefault(id(param), number) != number:
                 raise InputError(
                     f"optimizer[{owner[id(param)]}] and {what} both have the parameter "
-                    f"{names.get(id(param), 'of another model')}, and a checkpoint holds one state "
-                    "of it. Save each optimizer to a folder of its own, and load it from there"
+                    f"{names[id(param)]}, and a checkpoint holds one state of it. Save each "
+                    "optimizer to a folder of its own, and load it from there"
                 )
         found.append(optimizer)
     return found
@@ -85,18 +91,11 @@ def parameters_of(
     """The optimizer's parameters: name, itself, and its group.
 
     Raises:
-        InputError: if it has a parameter that the model does not have.
         OptimizerError: if it is one around another one.
     """
     _refuse_states_elsewhere(optimizer)
-    found = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    for param, _ in found:
-        if id(param) not in names:
-            raise InputError(
-                f"the optimizer has a parameter of shape {tuple(param.shape)} that the model does "
-                "not have; give the model whose parameters it updates"
-            )
-    return [(names[id(param)], param, group) for param, group in found]
+    groups = optimizer.param_groups
+    return [(names[id(param)], param, group) for group in groups for param in group["params"]]
 
 
 def optimizer_inventory(
@@ -109,9 +108,9 @@ def optimizer_inventory(
         first: whether this rank saves what all ranks have whole.
 
     Raises:
-        InputError: for param_groups or states that JSON cannot hold; see also ``parameters_of``.
+        InputError: for param_groups or states that JSON cannot hold.
         OptimizerError: for a tensor that has not one element for each of its parameter's; see also
-            ``check_states``.
+            ``parameters_of`` and ``check_states``.
     """
     params = parameters_of(optimizer, names)
     if isinstance(optimizer, FusedOptimizer):
