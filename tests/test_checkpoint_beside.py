@@ -193,6 +193,15 @@ def test_optimizers_of_one_class_in_another_order_on_a_rank_are_not_left_as_they
     assert re.search(r"\[1\] would leave out .* than rank 0 \(.* state of 0\.bias\)", said[0])
 
 
+def test_of_which_of_several_optimizers_a_group_does_not_fit_is_told(tmp_path: Path) -> None:
+    model, adamw = made()
+    sgd = zshard.SGD([{"params": [param]} for param in model[1].parameters()])
+    zshard.save(tmp_path / "a", model, [adamw, sgd])
+    one_group = zshard.SGD(model[1].parameters())
+    with pytest.raises(zshard.CheckpointError, match=r"\[0\] \(with 1\.weight\): .* \[0, 1\]"):
+        zshard.load(tmp_path / "a", model, [adamw, one_group])
+
+
 def test_the_record_of_each_optimizer_is_checked(tmp_path: Path) -> None:
     model, optimizers = two()
     step(model, optimizers)

@@ -246,15 +246,15 @@ def _match_groups(
         sources = {group_of[name] for name in own if name in group_of}
         if not group["params"] and number < len(groups) and not groups[number]["params"]:
             sources = {number}
+        # With a name: of several optimizers it tells whose group it is.
+        what = f"param_groups[{number}]" + (f" (with {own[0]})" if own else "")
         if len(sources) > 1:
-            found.match.problems.append(
-                f"param_groups[{number}]: its parameters were in groups {sorted(sources)}"
-            )
+            found.match.problems.append(f"{what}: its parameters were in groups {sorted(sources)}")
         elif sources:
             try:
                 options = _options_for(optimizer, group, groups[sources.pop()])
             except (OptimizerError, TypeError, RuntimeError) as error:
-                found.match.problems.append(f"param_groups[{number}]: {error}")
+                found.match.problems.append(f"{what}: {error}")
             else:
                 found.groups.append((group, options))
 
