@@ -155,6 +155,9 @@ def test_several_optimizers_that_a_failed_load_has_torn_are_loaded_too(tmp_path:
         zshard.load(tmp_path / "sgd", model, optimizers[1])
     with pytest.raises(zshard.StateError, match="states of the SGD"):
         zshard.load(tmp_path / "adamw", model, optimizers[0])
+    new = zshard.AdamW(model[0].parameters())
+    with pytest.raises(zshard.StateError, match=r"states of another AdamW .* load with it, too"):
+        zshard.load(tmp_path / "a", model, [new, optimizers[1]])
     zshard.load(tmp_path / "a", model, optimizers)
     step(model, optimizers)
 

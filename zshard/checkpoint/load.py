@@ -277,7 +277,8 @@ def _check_torn(torn: Sequence[ref[Optimizer]], optimizers: Sequence[Optimizer],
     if left():
         gc.collect()  # one may be deleted, and part of a cycle
     if kinds := left():
+        which = "another" if kinds[0] in kinds_of(optimizers) else "the"
         raise StateError(
-            f"{what} would leave the states of the {kinds[0]} as a load that failed halfway has "
-            "left them: load with the optimizer, or delete it and make another"
+            f"{what} would leave the states of {which} {kinds[0]} as a load that failed halfway "
+            "has left them: load with it, too, or delete it and make a new one"
         )
