@@ -297,3 +297,33 @@ def test_ctrl_c_leaves_no_module_with_what_was_lent(
     calls, at = 0, -1
     call(model)
     assert calls == 2 * len(expected), "every one was interrupted"
+
+
+def text_for_flags(rank: int, world_size: int) -> list[str]:
+    model = zshard.wrap(nn.Linear(3, 2), init="broadcast")
+    said = []
+    for given in ("no", torch.ones(2), "no" if rank == 0 else False):
+        for call in (
+            lambda given=given: zshard.full_params(model, write=given).__enter__(),
+            lambda given=given: zshard.state_dict(model, all_ranks=given),
+        ):
+            with pytest.raises(zshard.Error) as caught:
+                call()
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+    with pytest.raises(zshard.InputError, match="reset_peak='no': expected True or False"):
+        zshard.memory(model, reset_peak="no")
+    with zshard.full_params(model, write=True):
+        assert model.weight.shape == (2, 3) and not isinstance(model.weight, zshard.param.Sharded)
+    return said
+
+
+def test_what_is_neither_true_nor_false_is_refused_as_a_flag_on_every_rank() -> None:
+    for said in run_ranks(text_for_flags, 2):
+        assert said[:4] == [
+            "InputError: write='no': expected True or False",
+            "InputError: all_ranks='no': expected True or False",
+            "InputError: write=tensor([1., 1.]): expected True or False",
+            "InputError: all_ranks=tensor([1., 1.]): expected True or False",
+        ]
+        assert "MismatchError" in said[4] and "full_params(write='no')" in said[4]
+        assert "MismatchError" in said[5] and "state_dict(all_ranks='no')" in said[5]

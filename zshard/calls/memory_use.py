@@ -7,6 +7,7 @@ from typing import TypedDict, cast
 
 from torch import nn
 
+from ..flags import require_flags
 from ..schedule import Schedule
 from ..step.reduction import scratch_sizes
 from ..unit import Unit
@@ -76,6 +77,7 @@ def memory(model: nn.Module, *, reset_peak: bool = False) -> Memory:
         reset_peak: let the next peak begin from what there is now, after this reading.
 
     Raises:
+        InputError: for a ``reset_peak`` that is neither True nor False.
         WrapError: if the model is not wrapped.
 
     Example:
@@ -84,6 +86,7 @@ def memory(model: nn.Module, *, reset_peak: bool = False) -> Memory:
         >>> held["now"]["parameters"], held["units"][0]["model_parameters"]
         (320896, 80200)
     """
+    require_flags(reset_peak=reset_peak)
     schedule = schedule_of(model)
     pool, units = schedule.pool, _by_unit(schedule)
     states = sum(unit["states"] for unit in units)

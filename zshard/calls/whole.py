@@ -15,6 +15,7 @@ from torch import nn
 from ..attributes import share_attributes, user_attributes
 from ..digest import digest
 from ..errors import InputError, MismatchError, StateError
+from ..flags import require_flags
 from ..optimizers.stand_ins import put_in, refuse_lost_gradients, take_out
 from ..param import Sharded
 from ..schedule import Schedule
@@ -118,8 +119,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             replaced; at the end, for a gradient that was made inside and that no optimizer there
             has used; at the end of one for writing, if a sharded parameter was changed meanwhile
             (by an optimizer's step, say).
-        InputError: at the end, for a parameter that was replaced by one of another shape, or of
-            no values (on the meta device), or sparse.
+        InputError: for a ``write`` that is neither True nor False; at the end, for a parameter that
+            was replaced by one of another shape, or of no values (on the meta device), or sparse.
         MismatchError: on every rank, if they do not all enter, or some to write; at the end of one
             for writing, if ranks left other values.
         WrapError: if the model is not wrapped.
@@ -135,7 +136,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     if schedule.whole:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     with schedule.comm.awaited("full_params"):
-        schedule.begin_call(f"full_params(write={bool(write)})", in_modules=True)
+        schedule.begin_call(f"full_params({write=})", in_modules=True)
+        require_flags(write=write)
         wholes = {flat: _stand_ins(flat) for flat in schedule.flats}
     versions = [flat.version for flat in schedule.flats]
     with schedule.before_call(_END) if write else nullcontext():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import StateError
+from ..flags import require_flags
 from ..schedule import Schedule
 from ..transports.simulated import require_real
 from ..units.flat import Flat
@@ -29,6 +30,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
             no more of the model than that one flat buffer.
 
     Raises:
+        InputError: for an ``all_ranks`` that is neither True nor False.
         StateError: inside a forward or backward, or inside zshard.full_params; for simulated ranks;
             if a parameter was replaced.
         MismatchError: on every rank, if not all make this call.
@@ -47,10 +49,11 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
             "zshard.state_dict inside zshard.full_params: there the modules hold whole parameters, "
             "and model.state_dict() is whole as it is"
         )
-    call = f"state_dict(all_ranks={all_ranks})"
-    wanted = all_ranks or schedule.comm.world_rank == 0
+    call = f"state_dict({all_ranks=})"
     with schedule.comm.awaited(call):
         schedule.begin_call(call, in_modules=True)
+        require_flags(all_ranks=all_ranks)
+        wanted = all_ranks or schedule.comm.world_rank == 0
         if all_ranks:
             schedule.module_buffers.broadcast(schedule.executor.step)
         whole = {flat: _on_the_host(flat, wanted) for flat in schedule.flats}

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, Error, MismatchError, StateError
+from ..flags import require_flags
 from ..schedule import Schedule
 from ..whole_files import StrPath
 from ..wrap import schedule_of
@@ -30,7 +31,7 @@ from .paths import absolute, shown
 from .peers import Peers
 from .reader import fill
 from .rng import NBYTES, set_random_state
-from .save import begin, require_flags
+from .save import begin
 
 # Another job may replace the checkpoint while it is read: what is there then is loaded instead.
 _ATTEMPTS = 20

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CommError, InputError, StateError
+from ..flags import require_flags
 from ..schedule import Schedule
 from ..transports.simulated import require_real
 from ..whole_files import StrPath
@@ -215,17 +216,6 @@ def _run(writer: Writer) -> None:
     except Exception as error:
         logging.getLogger("zshard").error("the asynchronous save failed: %s", error)
         raise
-
-
-def require_flags(**flags: object) -> None:
-    """Refuse an argument that is neither True nor False, which any text would be taken for.
-
-    Raises:
-        InputError: with its name.
-    """
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise InputError(f"{name}={value!r}: expected True or False")
 
 
 def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:

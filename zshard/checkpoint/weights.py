@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, MismatchError
+from ..flags import require_flags
 from ..whole_files import StrPath
 from ..wrap import schedule_of
 from .held import Source
@@ -25,7 +26,7 @@ from .match import Match, match_model
 from .paths import absolute, shown
 from .peers import Peers
 from .reader import compare_copies, fill
-from .save import begin, require_flags
+from .save import begin
 from .tensorfile import CODES
 from .weight_files import WeightFiles, find_weights
 from .writer import Contents, Writer, agree_on, contents_of_model
