@@ -205,6 +205,15 @@ def test_of_which_of_several_optimizers_a_group_does_not_fit_is_told(tmp_path: P
         zshard.load(tmp_path / "a", model, [adamw, one_group])
 
 
+def test_of_which_of_several_optimizers_json_does_not_have_a_setting_is_told(
+    tmp_path: Path,
+) -> None:
+    model, (adamw, sgd) = two()
+    sgd.param_groups[0]["tag"] = {1}
+    with pytest.raises(zshard.InputError, match=r"^SGD\.param_groups\[0\]\['tag'\] is a set"):
+        zshard.save(tmp_path / "a", model, [adamw, sgd])
+
+
 def test_the_record_of_each_optimizer_is_checked(tmp_path: Path) -> None:
     model, optimizers = two()
     step(model, optimizers)

@@ -112,7 +112,7 @@ def optimizer_inventory(
         OptimizerError: for a tensor that has not one element for each of its parameter's; see also
             ``parameters_of`` and ``check_states``.
     """
-    params = parameters_of(optimizer, names)
+    kind, params = type(optimizer).__name__, parameters_of(optimizer, names)
     if isinstance(optimizer, FusedOptimizer):
         optimizer.lay_out()
     else:
@@ -120,7 +120,7 @@ def optimizer_inventory(
             if isinstance(param, Sharded):
                 check_states(param, optimizer)
     groups = [
-        _options_of(group, f"param_groups[{number}]", names)
+        _options_of(group, f"{kind}.param_groups[{number}]", names)
         for number, group in enumerate(optimizer.param_groups)
     ]
     unused = _never_used(optimizer)
@@ -132,7 +132,7 @@ def optimizer_inventory(
     if common := common_state(optimizer):
         taken.add(COMMON, None, common)
     taken.read_scalars()
-    record = OptimizerRecord(type(optimizer).__name__, groups, taken.state)
+    record = OptimizerRecord(kind, groups, taken.state)
     return OptimizerInventory(record, taken.tensors)
 
 
