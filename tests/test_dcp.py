@@ -7,17 +7,20 @@ where in them.
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 
 import models
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
-from sides import RATE, STEP, Side, differs, load_sides, plain, save_sides, value_of
+from sides import PRECISIONS, RATE, STEP, Side, differs, load_sides, plain, save_sides, value_of
 from torch.distributed.checkpoint import state_dict as dsd
 
 import zshard
+from zshard.transports import peer
 
 # In one process it says that torch.distributed is not there.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -200,3 +203,52 @@ def test_a_model_without_values_is_neither_saved_nor_loaded(tmp_path: Path) -> N
     dcp.save({"model": whole.state_dict()}, checkpoint_id=tmp_path)
     with pytest.raises(dcp.api.CheckpointException, match=r"checkpoint\.load is refused"):
         dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path)
+
+
+def gradients_loaded(rank: int, world_size: int, folder: Path) -> tuple[float, float, float]:
+    """Norms: of gradients that are saved, of others, and of these once those are loaded."""
+    norms = []
+    for step in range(2):
+        model = Side("blocks").model()
+        models.loss_of(model, models.batches("blocks", 2, rank)[step]).backward()
+        norms.append(zshard.clip_grad_norm_(model, 1e9).item())
+        gradients = {name: param.grad for name, param in model.named_parameters()}
+        (dcp.save, dcp.load)[step](gradients, checkpoint_id=folder)
+    return *norms, zshard.clip_grad_norm_(model, 1e9).item()
+
+
+def test_the_norm_of_gradients_that_are_loaded_is_theirs(tmp_path: Path) -> None:
+    for saved, before, loaded in run_ranks(gradients_loaded, 2, tmp_path):
+        assert loaded == saved != before
+
+
+def loads_early(rank: int, world_size: int, folder: Path, precision: str) -> list[torch.Tensor]:
+    """Outputs of forwards between loads by each rank for itself; rank 0 reads others' shards late.
+
+    The last are of a run in which it does not.
+    """
+    read, seen = peer.PeerRanks.read, []
+
+    def late(*args: object) -> None:
+        time.sleep(0.02 if rank == 0 else 0)
+        read(*args)
+
+    for peer.PeerRanks.read in (late, read):
+        model = zshard.wrap(plain("blocks", "before"), comm="peer", precision=PRECISIONS[precision])
+        with torch.no_grad():
+            for step in range(3):
+                seen.append(models.loss_of(model, models.batches("blocks", 1)[0]))
+                if peer.PeerRanks.read is read:
+                    dist.barrier()
+                dcp.load(model.state_dict(), checkpoint_id=folder / str(step), no_dist=True)
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["fp32", "split"])
+def test_a_rank_that_loads_for_itself_waits_for_those_that_still_read_its_values(
+    precision: str, tmp_path: Path
+) -> None:
+    for step in range(3):
+        dcp.save(plain("blocks", str(step)).state_dict(), checkpoint_id=tmp_path / str(step))
+    for seen in run_ranks(loads_early, 2, tmp_path, precision):
+        assert seen[:3] == seen[3:] and len(set(map(float, seen))) == 3
