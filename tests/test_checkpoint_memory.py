@@ -1,4 +1,7 @@
-"""What a rank holds beside its shard while it saves and loads, and what it reads: both bounded."""
+"""What a rank holds beside its shard while it saves and loads, and what it reads: both bounded.
+
+And what ``zshard.memory`` is told of it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 from ranks import run_ranks
+from steps import build, one_step
 from torch import nn
 
 import zshard
@@ -99,3 +103,21 @@ def bytes_read(rank: int, size: int, folder: str) -> tuple[int, int]:
 def test_a_rank_reads_no_more_than_its_own_part(tmp_path: Path) -> None:
     for found in run_ranks(bytes_read, 2, str(tmp_path)):
         assert found == (64 * 64 * 4 // 2, 64 * 64 * 4 // 2)
+
+
+def test_states_that_a_load_adds_are_in_the_peak(tmp_path: Path) -> None:
+    model = build()
+    optimizers = [zshard.AdamW(model.parameters()) for _ in range(2)]
+    one_step(model, 0, 0)
+    optimizers[0].step()
+    for param in model.parameters():
+        optimizers[0].state[param]["average"] = param.local.clone()
+    zshard.save(tmp_path / "a", model, optimizers.pop(0))
+    gc.collect()
+    zshard.memory(model, reset_peak=True)
+    zshard.load(tmp_path / "a", model, *optimizers)
+    loaded = zshard.memory(model)["now"]["optimizer"]
+    for param in model.parameters():
+        del optimizers[0].state[param]["average"]
+    found = zshard.memory(model)
+    assert found["peak"]["optimizer"] == loaded > found["now"]["optimizer"] > 0
