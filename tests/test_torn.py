@@ -14,6 +14,7 @@ from steps import build, one_step
 from torch import nn
 
 import zshard
+from zshard.wrap import schedule_of
 
 READS: dict[str, Callable[[nn.Module, str], object]] = {
     "state_dict": lambda model, folder: zshard.state_dict(model),
@@ -164,6 +165,31 @@ def test_a_forward_after_a_load_is_of_what_was_loaded(strategy: str, tmp_path: P
         before, wanted = model(x), saved(x)
         zshard.load(tmp_path / "a", model)
         assert torch.equal(model(x), wanted) and not torch.equal(before, wanted)
+
+
+def loads_behind_a_step(rank: int, world_size: int, folder: str) -> list[bool]:
+    """Of each unit: whether its gather was under way before a load, and as that began to write."""
+    load = importlib.import_module("zshard.checkpoint.load")
+    model = build(strategy="zero2", comm="group")
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    zshard.save(f"{folder}/a", model)
+    one_step(model, rank, 0)
+    optimizer.step()
+    units, real = schedule_of(model).units, load.fill
+    seen = [bool(unit._gathers) for unit in units]
+
+    def fill(*args: object) -> None:
+        seen.extend(bool(unit._gathers) for unit in units)
+        real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "fill", fill)
+        zshard.load(f"{folder}/a", model)
+    return seen
+
+
+def test_a_load_writes_nothing_that_a_gather_still_sends(tmp_path: Path) -> None:
+    assert run_ranks(loads_behind_a_step, 2, str(tmp_path)) == [[True] * 4 + [False] * 4] * 2
 
 
 def test_a_part_of_a_model_is_not_loaded_where_a_failed_load_has_left_no_values(
