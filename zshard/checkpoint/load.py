@@ -233,8 +233,7 @@ def change(
     # On all ranks: of a load that was interrupted only some may know.
     peers.gather(lambda: _check_torn(_TORN.get(schedule, ()), optimizers, peers.what))
     schedule.unusable = f"{peers.what} failed halfway; load again, from files that are whole"
-    if optimizers:
-        _TORN[schedule] = [ref(optimizer) for optimizer in optimizers]
+    _TORN[schedule] = [ref(optimizer) for optimizer in optimizers]
 
     def taken() -> None:
         for flat in schedule.flats:
