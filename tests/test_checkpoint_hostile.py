@@ -159,6 +159,8 @@ def hostile_contents(content: dict[str, Any]) -> Iterator[tuple[str, object]]:
             f"a tensor in the header or behind the end, at {offset}",
             changed(lambda own, s=stored: own["tensors"]["model"].update(scale=s)),
         )
+    random = {"rank-00001": content["tensors"]["rng"]["rank-00000"]}
+    yield "random states of another rank", changed(lambda own: own["tensors"].update(rng=random))
     spare = {"nbytes": 10, "header": 1 << 62, "xxh3": "0" * 16}
     yield "a header longer than its file", changed(lambda own: own["files"].update(spare=spare))
     weight = model["weight"]
