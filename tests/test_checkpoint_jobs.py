@@ -13,6 +13,7 @@ from torch import nn
 
 import zshard
 from zshard.checkpoint import catalogue, inspect
+from zshard.checkpoint.peers import Peers
 
 loading = importlib.import_module("zshard.checkpoint.load")  # not the function of that name
 
@@ -170,3 +171,34 @@ def test_what_is_replaced_faster_than_it_is_read_is_said_to_be(
     monkeypatch.setattr(inspect, "check_files", other_job)
     with pytest.raises(zshard.CheckpointError, match="was replaced each of the 5 times"):
         inspect.summarize(str(tmp_path / "last"))
+
+
+def test_a_checkpoint_that_is_cut_and_was_not_replaced_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = model()
+    zshard.save(tmp_path / "last", ours)
+    os.truncate(tmp_path / "last/model.safetensors", 100)
+    looks, check_files = [], loading.check_files
+    monkeypatch.setattr(
+        loading, "check_files", lambda *given: (looks.append(1), check_files(*given))
+    )
+    with pytest.raises(zshard.CheckpointError, match="has 100 bytes"):
+        zshard.load(tmp_path / "last", ours)
+    assert len(looks) == 1
+
+
+def test_a_load_that_has_lost_a_rank_waits_for_none_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, stages = model(), []
+    zshard.save(tmp_path / "last", ours)
+
+    def lost(*_: object) -> None:
+        stages.append(1)
+        raise zshard.CommError("rank 1 has ended")
+
+    monkeypatch.setattr(Peers, "gather", lost)
+    with pytest.raises(zshard.CommError, match="rank 1 has ended"):
+        zshard.load(tmp_path / "last", ours)
+    assert len(stages) == 1
