@@ -136,13 +136,12 @@ class Lazy(nn.Module):
     def __init__(self, lazy: bool) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 2)
-        conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
-        negative = torch.tensor([5 + 6j, 7 - 8j]).conj().imag
-        assert conjugate.is_conj() and negative.is_neg()
-        if not lazy:
-            conjugate, negative = conjugate.resolve_conj(), negative.clone()
-        self.register_buffer("conjugate", conjugate)
-        self.register_buffer("negative", negative)
+        one = torch.tensor(9 + 10j).conj()
+        lazily = {"conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(), "one": one}
+        lazily |= {"negative": torch.tensor([5 + 6j, 7 - 8j]).conj().imag, "minus": one.imag}
+        assert all(each.is_conj() or each.is_neg() for each in lazily.values())
+        for name, each in lazily.items():
+            self.register_buffer(name, each if lazy else each.resolve_conj().resolve_neg())
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -152,9 +151,10 @@ def test_lazily_conjugated_and_negated_buffers_keep_their_values(
 ) -> None:
     zshard.save(tmp_path / "a", zshard.wrap(Lazy(saved)))
     model = zshard.wrap(Lazy(loaded))
-    model.conjugate.zero_()
-    model.negative.zero_()
+    for buffer in model.buffers():
+        buffer.zero_()
     zshard.load(tmp_path / "a", model)
+    assert (model.one, model.minus) == (9 - 10j, -10)
     assert torch.equal(model.conjugate, torch.tensor([1 - 2j, 3 + 4j]))
     assert torch.equal(model.negative, torch.tensor([-6.0, 8.0]))
 
