@@ -196,6 +196,22 @@ def test_optimizers_of_one_class_in_another_order_on_a_rank_are_not_left_as_they
     assert re.search(r"\[1\] would leave out .* than rank 0 \(.* state of 0\.bias\)", said[0])
 
 
+def load_of_some(rank: int, world_size: int, folder: Path, saved: int) -> str:
+    """Parameters of the first layer, or of both, are in the optimizer, on rank 1 of others."""
+    model, few = made()
+    optimizers = [few, zshard.AdamW(model.parameters())]
+    zshard.save(folder / "a", model, optimizers[saved])
+    with pytest.raises(zshard.MismatchError) as error:
+        zshard.load(folder / "a", model, optimizers[rank != saved], strict=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("saved", [0, 1], ids=["missing", "unexpected"])
+def test_states_that_are_left_out_on_one_rank_alone_are_told_of(saved: int, tmp_path: Path) -> None:
+    for said in run_ranks(load_of_some, 2, tmp_path, saved):
+        assert "ranks [1] would leave out" in said and "state of 1.bias" in said
+
+
 def test_of_which_of_several_optimizers_a_group_does_not_fit_is_told(tmp_path: Path) -> None:
     model, adamw = made()
     sgd = zshard.SGD([{"params": [param]} for param in model[1].parameters()])
