@@ -119,6 +119,21 @@ def test_states_of_another_librarys_optimizer_get_the_precision_of_a_master(tmp_
     assert mean.dtype == torch.float32 and torch.equal(mean[:3], expected)
 
 
+def test_so_they_do_where_memory_is_in_another_order(tmp_path: Path) -> None:
+    plain, turned = (nn.Linear(4, 3).bfloat16() for _ in range(2))
+    precision = zshard.Precision(reduce=torch.float32)
+    model = zshard.wrap(plain, ignored=["weight"], precision=precision)
+    optimizer = Averages(model.parameters())
+    model(torch.randn(1, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    expected = optimizer.state[model.weight]["mean"].float()
+    zshard.save(tmp_path / "a", model, optimizer)
+    turned.weight = nn.Parameter(torch.zeros(4, 3).bfloat16().t())
+    optimizer = Averages(zshard.wrap(turned, precision=precision).parameters())
+    zshard.load(tmp_path / "a", turned, optimizer)
+    assert torch.equal(optimizer.state[turned.weight]["mean"].local, expected.t().flatten())
+
+
 class Short(torch.optim.Optimizer):
     """Keeps the sum of gradients in bf16, also that of an fp32 parameter."""
 
