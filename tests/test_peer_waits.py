@@ -141,6 +141,29 @@ def test_what_passes_the_mailbox_is_waited_for() -> None:
     assert run_ranks(waits_for_the_last_rank, 2)[0] > 0.05
 
 
+def sums_behind_each_other(rank: int, world_size: int, at_once: bool) -> list[list[float]]:
+    """Two sums of one size; the last rank reads late, and all read at once or at the end."""
+    model = zshard.wrap(nn.Linear(3, 2), comm="peer")
+    comm, sums, handles = schedule_of(model).comm, [], []
+    for factor in (1.0, 10.0):
+        sums.append(torch.full((3,), factor * (rank + 1)))
+        handles.append(comm.all_reduce(sums[-1], Tag(None, "sum"), comm.shards))
+        if rank == world_size - 1:
+            time.sleep(0.1)
+        if at_once:
+            handles.pop().wait()
+    for handle in handles:
+        handle.wait()
+    return [each.tolist() for each in sums]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_rank_that_is_late_sums_what_the_others_gave_then(at_once: bool) -> None:
+    assert (
+        run_ranks(sums_behind_each_other, 3, at_once, timeout=10) == [[[6.0] * 3, [60.0] * 3]] * 3
+    )
+
+
 def in_two_collectives(rank: int, world_size: int) -> tuple[str, list[list[int]]]:
     """What a rank is told that passes words where another passes an object; and words, later."""
     model = zshard.wrap(nn.Linear(3, 2), comm="peer")
