@@ -20,7 +20,8 @@ from torch import nn
 
 import zshard
 from zshard.checkpoint import peers, writer
-from zshard.transports.control import control_group, groups_made
+from zshard.transports.control import control_group, groups_made, timeout_of
+from zshard.wrap import schedule_of
 
 
 def started(rank: int, **options: object) -> tuple[nn.Module, zshard.AdamW]:
@@ -216,6 +217,21 @@ def beside(rank: int, size: int) -> list[list[int]]:
     assert groups_made() == len(made)
     dist.barrier(dist.new_group())  # what the ranks make together is called alike by all still
     return made
+
+
+def over_groups_of_two_timeouts(rank: int, size: int) -> list[float]:
+    """Seconds after which a save in the background gives up."""
+    found = []
+    for seconds in (30, 50):
+        group = dist.new_group(timeout=timedelta(seconds=seconds))
+        comm = schedule_of(zshard.wrap(nn.Linear(2, 2), mesh=group)).comm
+        background = peers.Background(comm, "save")
+        found.append(timeout_of(background._group, torch.device("cpu")).total_seconds())
+    return found
+
+
+def test_a_save_in_the_background_has_the_timeout_of_its_models_group() -> None:
+    assert run_ranks(over_groups_of_two_timeouts, 2) == [[30, 50]] * 2
 
 
 def test_a_control_group_is_made_by_ranks_that_are_in_different_numbers_of_groups() -> None:
