@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,8 @@ _ENDLESS.append(_ENDLESS)
         ({"best": float("inf")}, r"extra\['best'\] is inf"),
         ({1: "a"}, "has the key 1"),
         (b"bytes", "extra is a bytes"),
+        (signal.SIGINT, "extra is a Signals"),
+        (numpy.str_("text"), "extra is a str_"),
         (["\ud800"], r"extra\[0\] has text that is no Unicode"),
         ({"n": 10**5000}, r"extra cannot be written as JSON: .*\(4300"),
         (_ENDLESS, "extra cannot be written as JSON: .*recursion"),
