@@ -89,8 +89,7 @@ def inventory_of(schedule: Schedule) -> Inventory:
     for name, buffer in persistent_buffers(modules):
         key = seen.setdefault(id(buffer), _key(name))
         found.add_aliases([name], key)
-        if key not in found.buffers:
-            found.buffers[key] = _held(key, buffer, first)
+        found.buffers[key] = _held(key, buffer, first)
     for key, module in _with_extra_state(schedule.model):
         found.extra_state[key] = as_json(module.get_extra_state(), f"{key} (get_extra_state)")
     return found
