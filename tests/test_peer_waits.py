@@ -164,6 +164,23 @@ def test_a_rank_that_is_late_sums_what_the_others_gave_then(at_once: bool) -> No
     )
 
 
+def sums_without_room(rank: int, world_size: int) -> tuple[int, int, list[float]]:
+    """Extents of shared memory before and after a sum for which the first has no room; it."""
+    model = zshard.wrap(nn.Linear(3, 2), comm="peer")
+    comm, value = schedule_of(model).comm, torch.full((512,), rank + 1.0)
+    arena = comm.shards.neighbours._arena
+    while arena.has_room(value.nbytes):
+        arena.window(value.nbytes)
+    before = len(arena._extents)
+    comm.all_reduce(value, Tag(None, "sum"), comm.shards).wait()
+    return before, len(arena._extents), value.unique().tolist()
+
+
+def test_no_sum_asks_for_memory_after_wrap() -> None:
+    for before, after, total in run_ranks(sums_without_room, 3):
+        assert before == after and total == [6.0]
+
+
 def in_two_collectives(rank: int, world_size: int) -> tuple[str, list[list[int]]]:
     """What a rank is told that passes words where another passes an object; and words, later."""
     model = zshard.wrap(nn.Linear(3, 2), comm="peer")
