@@ -124,10 +124,9 @@ class Background(Peers):
         return [everyone[index] for index in self._order]
 
 
-def _forget_threads_in_child() -> None:
-    """A forked process has its parent's executors, but none of their threads."""
-    Background._made.clear()
+def _forget_thread_in_child() -> None:
+    """A forked process has its parent's executor, but not its thread; with ranks it is none."""
     Background._alone = ThreadPoolExecutor(1, "zshard-save")
 
 
-os.register_at_fork(after_in_child=_forget_threads_in_child)
+os.register_at_fork(after_in_child=_forget_thread_in_child)
