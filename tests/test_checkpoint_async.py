@@ -133,7 +133,8 @@ def test_the_saves_of_two_models_do_not_meet_each_other(tmp_path: Path) -> None:
 
 
 def late(rank: int, size: int, folder: str, waits: bool) -> None:
-    model, _ = started(rank, mesh=dist.new_group(timeout=timedelta(seconds=2)))
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model, other = (started(rank, mesh=group)[0] for _ in range(2))
     real, delays = os.pwrite, [4 * rank]
 
     def slow(*args: object) -> int:
@@ -143,6 +144,9 @@ def late(rank: int, size: int, folder: str, waits: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", slow)
         handle = zshard.save(f"{folder}/a", model, asynchronous=True)
+        behind = zshard.save(f"{folder}/b", other, asynchronous=True)
+        with pytest.raises(zshard.CommError):
+            behind.wait()
         with pytest.raises(zshard.CommError):
             handle.wait() if waits else zshard.save(f"{folder}/a", model)  # which tells of it, once
     dist.barrier()  # of the default group, which waits longer
