@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 import weakref
 from datetime import timedelta
@@ -221,6 +222,23 @@ def beside(rank: int, size: int) -> list[list[int]]:
     assert groups_made() == len(made)
     dist.barrier(dist.new_group())  # what the ranks make together is called alike by all still
     return made
+
+
+def without_a_group(rank: int, size: int, folder: str) -> str:
+    model, _ = started(rank)
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("Connection refused")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(zshard.CommError) as caught:
+        patch.setattr(peers, "make_group", refused)
+        zshard.save(f"{folder}/a", model, asynchronous=True)
+    return str(caught.value)
+
+
+def test_a_group_that_cannot_be_made_is_an_error_that_names_the_save(tmp_path: Path) -> None:
+    for rank, said in enumerate(run_ranks(without_a_group, 2, str(tmp_path))):
+        assert re.match(rf"rank {rank} .* new_group in .*save\(.*/a, .*Connection refused", said)
 
 
 def over_groups_of_two_timeouts(rank: int, size: int) -> list[float]:
