@@ -103,6 +103,28 @@ def test_when_it_has_ended_neither_the_copy_nor_the_model_is_held(tmp_path: Path
     assert gone() is None
 
 
+def test_while_it_is_written_the_model_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ignored=["1.weight"])
+    gone, real = Event(), os.pwrite
+
+    def held(*args: object) -> int:
+        assert gone.wait(60)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "pwrite", held)
+    handle = zshard.save(tmp_path / "a", model, asynchronous=True)
+    masters = [flat.master for flat in schedule_of(model).flats]
+    refs = [weakref.ref(each) for each in (model, *model.parameters(), *masters)]
+    del model, masters
+    gc.collect()
+    there = [ref() for ref in refs]
+    gone.set()
+    handle.wait()
+    assert there == [None] * len(refs)
+
+
 def test_a_failure_is_kept_for_the_next_save_that_can_tell_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
