@@ -95,6 +95,18 @@ def test_options_keep_their_types(tmp_path: Path) -> None:
     assert into.param_groups[0]["betas"] == (0.25, 0.9)
 
 
+@pytest.mark.parametrize("kind", [zshard.AdamW, zshard.SGD, torch.optim.SGD])
+def test_a_load_gives_groups_no_options_that_they_have_not(
+    kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    optimizer = kind(model.parameters(), lr=0.1)
+    before = dict(optimizer.param_groups[0])
+    zshard.save(tmp_path / "a", model, optimizer)
+    zshard.load(tmp_path / "a", model, optimizer)
+    assert optimizer.param_groups[0] == before
+
+
 def test_groups_keep_the_names_of_their_own_parameters(tmp_path: Path) -> None:
     model = zshard.wrap(nn.Linear(4, 3))
     zshard.save(tmp_path / "a", model, torch.optim.AdamW(model.named_parameters(), lr=0.25))
