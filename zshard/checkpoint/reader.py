@@ -100,7 +100,7 @@ class _Reader:
             if self._seed is None:  # nothing to check: no need to read more
                 chunk = Chunk(begin, end, "")
             whole = (begin, end) == (chunk.begin, chunk.end)
-            if memory is not None and whole and self._straight:
+            if memory is not None and whole:
                 into = memory[begin - held.here.begin : end - held.here.begin]
                 self._read_into(into, *chunk)
             else:
