@@ -141,13 +141,26 @@ def test_what_passes_the_mailbox_is_waited_for() -> None:
     assert run_ranks(waits_for_the_last_rank, 2)[0] > 0.05
 
 
-def sums_behind_each_other(rank: int, world_size: int, at_once: bool) -> list[list[float]]:
-    """Two sums of one size; the last rank reads late, and all read at once or at the end."""
+def sums_behind_each_other(
+    rank: int, world_size: int, at_once: bool, reset: bool
+) -> list[list[float]]:
+    """Two sums of one size; the last rank reads late, and all read at once or at the end.
+
+    Behind a ``reset`` that has found another one under way.
+    """
     model = zshard.wrap(nn.Linear(3, 2), comm="peer")
-    comm, sums, handles = schedule_of(model).comm, [], []
+    comm, tag, sums, handles = schedule_of(model).comm, Tag(None, "sum"), [], []
+    if reset:
+        comm.all_reduce(torch.ones(3), tag, comm.shards)
+        with pytest.raises((KeyboardInterrupt, zshard.CommError)):
+            if rank == 0:
+                with comm.shards.neighbours:
+                    raise KeyboardInterrupt
+            comm.all_gather_words([0], tag)
+        zshard.reset(model)
     for factor in (1.0, 10.0):
         sums.append(torch.full((3,), factor * (rank + 1)))
-        handles.append(comm.all_reduce(sums[-1], Tag(None, "sum"), comm.shards))
+        handles.append(comm.all_reduce(sums[-1], tag, comm.shards))
         if rank == world_size - 1:
             time.sleep(0.1)
         if at_once:
@@ -157,11 +170,11 @@ def sums_behind_each_other(rank: int, world_size: int, at_once: bool) -> list[li
     return [each.tolist() for each in sums]
 
 
+@pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_rank_that_is_late_sums_what_the_others_gave_then(at_once: bool) -> None:
-    assert (
-        run_ranks(sums_behind_each_other, 3, at_once, timeout=10) == [[[6.0] * 3, [60.0] * 3]] * 3
-    )
+def test_a_rank_that_is_late_sums_what_the_others_gave_then(at_once: bool, reset: bool) -> None:
+    found = run_ranks(sums_behind_each_other, 3, at_once, reset, timeout=10)
+    assert found == [[[6.0] * 3, [60.0] * 3]] * 3
 
 
 def sums_without_room(rank: int, world_size: int) -> tuple[int, int, list[float]]:
