@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -140,6 +141,18 @@ def test_a_load_that_has_ended_on_some_ranks_alone_counts_on_none(tmp_path: Path
     assert "KeyboardInterrupt was raised in it during load(" in other[1]
     assert own[2] == other[2] and "failed halfway" in own[2]
     assert own[3] == other[3] == ""
+
+
+def test_a_save_that_ctrl_c_has_ended_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        zshard.save(tmp_path / "a", zshard.wrap(nn.Linear(3, 2)))
+    assert os.listdir(tmp_path) == []
 
 
 def loads_after_a_backward(
