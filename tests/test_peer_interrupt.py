@@ -237,6 +237,22 @@ def test_a_rank_that_leaves_a_reset_half_done_is_named_by_those_that_follow() ->
             assert "start the processes anew" in each
 
 
+def resets_of_two(rank: int, world_size: int) -> str:
+    """Each rank resets another model, of those that meet in other memory."""
+    given_up = []
+    for _ in range(world_size):
+        given_up.append(zshard.wrap(nn.Linear(2, 2), comm="peer"))
+        schedule_of(given_up[-1]).comm.shards.neighbours.give_up("for a test")
+    with pytest.raises(zshard.CommError) as raised:
+        zshard.reset(given_up[rank])
+    return str(raised.value)
+
+
+def test_resets_of_models_in_other_memory_are_not_taken_for_one() -> None:
+    for said in run_ranks(resets_of_two, 2, timeout=30):
+        assert "a rank is in another collective of the process group, not in a reset" in said
+
+
 def noted(rank: int, world_size: int) -> int:
     neighbours = schedule_of(zshard.wrap(nn.Linear(2, 2), comm="peer")).comm.shards.neighbours
     assert neighbours is not None
