@@ -19,6 +19,11 @@ from typing import Any
 import pytest
 from adversity import OPERATIONS, SCENES, Run, Scene, States, dies, patched, scratch
 from ranks import run_ranks
+from torch import nn
+
+import zshard
+from zshard.checkpoint import writer
+from zshard.checkpoint.files import File as DataFile
 
 Operation = tuple[Any, ...]  # its name, the path, and what else it was given
 
@@ -281,3 +286,24 @@ def test_a_loss_of_power_in_the_save_after_a_killed_one_leaves_one_of_the_three(
                 scene, states, disk, done, place, ["new", "newer"], {len(done): "newer"}
             )
     print(f"{name}: {total} outcomes")
+
+
+def synced(rank: int, world_size: int, folder: str) -> set[str]:
+    """The files with tensors that a rank syncs in a save, of which each holds one tensor."""
+    names, sync = set[str](), DataFile.sync
+
+    def noted(file: DataFile) -> None:
+        names.add(os.path.basename(file.path))
+        sync(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataFile, "sync", noted)
+        patch.setattr(writer, "FILE_BYTES", 1)
+        zshard.save(f"{folder}/a", zshard.wrap(nn.Linear(4, 4)))
+    return {name for name in names if name.endswith(".safetensors")}
+
+
+def test_the_rank_that_has_written_all_headers_syncs_all_files(tmp_path: Path) -> None:
+    files = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    first, second = run_ranks(synced, 2, str(tmp_path))
+    assert first == files and len(second) == 1
