@@ -169,3 +169,33 @@ def test_late_ranks_read_and_give_the_values_of_their_round(precision: str) -> N
     shared = run_ranks(written_between_forwards, 2, "peer", precision)
     for ours, theirs in zip(shared, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def rewritten(rank: int, world_size: int) -> list[bool]:
+    """Lend, and write again once it may be; rank 0 reads late what it has waited for."""
+    ranks = schedule_of(zshard.wrap(torch.nn.Linear(3, 2), comm="peer")).comm.shards
+    shard, packed = ranks.empty(64, torch.float32), ranks.empty(64 * world_size, torch.float32)
+    full, everyone = torch.empty(64 * world_size), torch.arange(world_size)
+    right = []
+    for round_ in range(3):
+        expected = (10 * round_ + everyone).repeat_interleave(64).float()
+        shard.fill_(10 * round_ + rank)
+        gather = ranks.start_gather(full.view(torch.uint8), shard.view(torch.uint8), lasting=False)
+        time.sleep(0 if rank else 0.05)
+        gather.wait()
+        ranks.reclaim(shard)
+        shard.fill_(-1)
+        packed.copy_(expected + 100 * rank)
+        ranks.start_exchange(packed, packed).wait()
+        time.sleep(0 if rank else 0.05)
+        total = ranks.rows_for_me(packed).sum(0)
+        ranks.release(packed)
+        ranks.reclaim(packed)
+        packed.fill_(-1)
+        wanted = sum(10 * round_ + rank + 100 * each for each in range(world_size))
+        right += [torch.equal(full, expected), bool((total == wanted).all())]
+    return right
+
+
+def test_what_was_lent_may_be_written_once_all_have_read_it() -> None:
+    assert run_ranks(rewritten, 3, timeout=20) == [[True] * 6] * 3

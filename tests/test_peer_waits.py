@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import zshard
 from zshard.tag import Tag
+from zshard.transports.standing import Missed
 from zshard.wrap import schedule_of
 
 
@@ -194,6 +196,24 @@ def test_no_sum_asks_for_memory_after_wrap() -> None:
         assert before == after and total == [6.0]
 
 
+def waits_in_a_row(rank: int, world_size: int) -> str:
+    """What rank 0 is told, which waits for rank 1, which has waited for rank 2 for too long."""
+    neighbours = schedule_of(zshard.wrap(nn.Linear(3, 2), comm="peer")).comm.shards.neighbours
+    neighbours._seconds = 0.1 if rank == 1 else 60
+    said = ""
+    if rank < 2:
+        with pytest.raises(Missed) as raised:
+            neighbours.wait(lambda seconds: time.sleep(seconds) or rank + 1)
+        said = str(raised.value)
+    dist.barrier()
+    return said
+
+
+def test_who_waits_for_a_rank_that_has_given_up_is_told_for_whom_that_has_waited() -> None:
+    said = run_ranks(waits_in_a_row, 3, timeout=20)[0]
+    assert re.match(r"rank 1 .* has left the collectives: rank 2 .* has not come for 0\.1 s", said)
+
+
 def in_two_collectives(rank: int, world_size: int) -> tuple[str, list[list[int]]]:
     """What a rank is told that passes words where another passes an object; and words, later."""
     model = zshard.wrap(nn.Linear(3, 2), comm="peer")
@@ -204,6 +224,10 @@ def in_two_collectives(rank: int, world_size: int) -> tuple[str, list[list[int]]
             comm.all_gather_object("text", tag)
         else:
             comm.all_gather_words([rank, 7], tag)
+    with pytest.raises(
+        zshard.CommError, match=r"this rank has left .* it is in another collective"
+    ):
+        comm.all_gather_words([rank], tag)
     zshard.reset(model)
     return str(raised.value), comm.all_gather_words([rank], tag)
 
