@@ -6,6 +6,7 @@ import errno
 import fcntl
 import importlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,6 +187,21 @@ def replaced_as_it_is_read_by_one(rank: int, size: int, folder: str) -> None:
 
 def test_a_checkpoint_that_is_another_for_one_rank_is_loaded_anew_by_all(tmp_path: Path) -> None:
     run_ranks(replaced_as_it_is_read_by_one, 2, str(tmp_path))
+
+
+def loads_a_pipe(rank: int, size: int, folder: str, name: str) -> None:
+    model = zshard.wrap(nn.Linear(2, 2))
+    zshard.save(f"{folder}/a", model)
+    os.unlink(f"{folder}/a/{name}")
+    os.mkfifo(f"{folder}/a/{name}")
+    with pytest.raises(zshard.CheckpointError, match=re.escape(name)):
+        zshard.load(f"{folder}/a", model)
+    assert zshard.latest(folder) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    run_ranks(loads_a_pipe, 1, str(tmp_path), name, timeout=10, group=False)
 
 
 def test_an_export_does_not_replace_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
