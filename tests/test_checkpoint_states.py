@@ -82,6 +82,16 @@ def test_states_of_an_ignored_parameter_are_stored_once_in_its_shape(
     run_ranks(ignored, size, str(tmp_path))
 
 
+@pytest.mark.parametrize("length", [11, 13])
+def test_a_users_state_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    optimizer = zshard.AdamW(model.parameters())
+    optimizer.state[model.weight]["mine"] = torch.zeros(length)
+    words = rf"'mine' of weight \(3, 4\) is a tensor of shape \({length},\).*cannot be saved"
+    with pytest.raises(zshard.OptimizerError, match=words):
+        zshard.save(tmp_path / "a", model, optimizer)
+
+
 def test_options_keep_their_types(tmp_path: Path) -> None:
     model = zshard.wrap(nn.Linear(4, 3))
     saved, into = (
