@@ -49,6 +49,16 @@ def test_states_follow_the_dtype_of_a_parameter_that_is_ignored_or_no_longer(
     step(model, optimizer)
 
 
+def test_masters_of_parameters_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    of_bf16, of_fp16 = (
+        zshard.wrap(nn.Linear(4, 3).to(dtype), precision=zshard.Precision(reduce=torch.float32))
+        for dtype in (torch.bfloat16, torch.float16)
+    )
+    zshard.save(tmp_path / "a", of_bf16)
+    with pytest.raises(zshard.CheckpointError, match=r"bfloat16, and torch\.float16 in the model"):
+        zshard.load(tmp_path / "a", of_fp16)
+
+
 class Exact(torch.optim.Optimizer):
     """Sums gradients in fp32, whatever the parameter's dtype is."""
 
