@@ -32,6 +32,7 @@ AT_TWO = {
     "d": Side("frozen", "zero2", "bf16"),
     "e": Side("odd_parameters", precision="split"),
     "f": Side("tied_across_units", precision="bf16 parameters"),
+    "j": Side("channels_last", precision="split"),
 }
 AT_FOUR = {
     "g": Side("odd_parameters", hsdp=True),
@@ -48,6 +49,7 @@ LOADS = [
     ("g", Side("odd_parameters", "zero1", "bf16")),
     ("h", Side("channels_last", "zero3", "split")),
     ("i", Side("odd_parameters", "ddp", "split")),
+    ("j", Side("channels_last")),
 ]
 LOADS_AT_FOUR = [
     ("a", Side("odd_parameters", "zero1", "split", hsdp=True)),
