@@ -209,15 +209,23 @@ class Schedule:
                 owe(self.agreement, self.comm, what)
             raise
 
-    def begin_call(self, what: str, *, unusable_ok: bool = False, in_modules: bool = False) -> None:
+    def begin_call(
+        self,
+        what: str,
+        *,
+        unusable_ok: bool = False,
+        in_modules: bool = False,
+        buffers: bool = False,
+    ) -> None:
         """Make sure that all ranks make the same collective call, after the same changes.
 
         Args:
             unusable_ok: the call is one that brings valid values.
             in_modules: it puts others into the modules in the place of the sharded parameters.
+            buffers: it shows persistent buffers, which are those of rank 0 from here on.
 
         Raises:
-            MismatchError: on every rank, if they do not.
+            MismatchError: on every rank, if they do not, or have other ``buffers``.
             StateError: inside a forward or backward; if the parameters hold no valid values; with
                 ``in_modules``, if a parameter was replaced.
         """
@@ -228,7 +236,11 @@ class Schedule:
         self.require_idle(what)
         for unit in self.units if in_modules else ():
             unit.require_parameters()
-        tally = self.updates.tally()
-        messages = self.agreement.begin(Intent.CALL, what, what, gathers=False, tally=tally)
+        tally, ask = self.updates.tally(), buffers and self.module_buffers.ask("")
+        messages = self.agreement.begin(
+            Intent.CALL, what, what, gathers=False, tally=tally, buffers=ask
+        )
         if not unusable_ok:
             self.updates.check([message.tally for message in messages])
+        if any(message.buffers for message in messages):
+            self.module_buffers.broadcast(self.executor.step)

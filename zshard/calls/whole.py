@@ -103,9 +103,9 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     """Whole parameters in the modules of ``model``, on every rank, for the length of the context.
 
     They are the masters' values in the parameters' own dtypes, without gradients: neither a clip
-    of gradients nor zero_grad means anything inside, and hooks set there are lost. A collective:
-    every rank has to enter, between steps. The model may be called inside under torch.no_grad(), on
-    any rank, without communication.
+    of gradients nor zero_grad means anything inside, and hooks set there are lost. Persistent
+    buffers become rank 0's. A collective: every rank has to enter, between steps. The model may be
+    called inside under torch.no_grad(), on any rank, without communication.
 
     Args:
         write: take what the context leaves in the parameters as their new values. Every rank has
@@ -121,8 +121,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             (by an optimizer's step, say).
         InputError: for a ``write`` that is neither True nor False; at the end, for a parameter that
             was replaced by one of another shape, or of no values (on the meta device), or sparse.
-        MismatchError: on every rank, if they do not all enter, or some to write; at the end of one
-            for writing, if ranks left other values.
+        MismatchError: on every rank, if they do not all enter, or some to write; if persistent
+            buffers differ in shape; at the end of one for writing, if ranks left other values.
         WrapError: if the model is not wrapped.
 
     Example:
@@ -136,7 +136,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     if schedule.whole:
         raise StateError("zshard.full_params cannot be entered inside another full_params")
     with schedule.comm.awaited("full_params"):
-        schedule.begin_call(f"full_params({write=})", in_modules=True)
+        schedule.begin_call(f"full_params({write=})", in_modules=True, buffers=True)
         require_flags(write=write)
         wholes = {flat: _stand_ins(flat) for flat in schedule.flats}
     versions = [flat.version for flat in schedule.flats]

@@ -51,11 +51,9 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
         )
     call = f"state_dict({all_ranks=})"
     with schedule.comm.awaited(call):
-        schedule.begin_call(call, in_modules=True)
+        schedule.begin_call(call, in_modules=True, buffers=all_ranks is True)
         require_flags(all_ranks=all_ranks)
         wanted = all_ranks or schedule.comm.world_rank == 0
-        if all_ranks:
-            schedule.module_buffers.broadcast(schedule.executor.step)
         whole = {flat: _on_the_host(flat, wanted) for flat in schedule.flats}
     return _with_parameters(model, schedule, whole) if wanted else {}
 

@@ -1,9 +1,9 @@
 """Persistent buffers, such as BatchNorm's statistics: every rank has those of the first, as in DDP.
 
-They stay whole. Before a forward they are broadcast if any rank has changed one since the last, or
-may have: a module that trains may write to floating-point ones unnoticed (``.data``, batch_norm),
-so those of up to 1 MiB are taken to have changed. (DDP broadcasts before every forward, and caches
-that are no part of the state too.)
+They stay whole. Before a forward, or as whole parameters are lent, they are broadcast if any rank
+has changed one since the last time, or may have: a module that trains may write to floating-point
+ones unnoticed (``.data``, batch_norm), so those of up to 1 MiB are taken to have changed. (DDP
+broadcasts before every forward, and caches that are no part of the state too.)
 """
 
 from __future__ import annotations
