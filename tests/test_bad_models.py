@@ -44,6 +44,18 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name_before_anything_i
     goes_on(zshard.wrap(model))
 
 
+def test_a_parameter_that_asks_for_gradients_of_another_dtype_is_refused_by_name() -> None:
+    model = Blocks()
+    for asked in (torch.bfloat16, None):  # None: of whatever dtype they come in
+        model.inlet.weight.grad_dtype = asked
+        match = rf"inlet\.weight has \.grad_dtype = {asked}.*Precision\(reduce="
+        with pytest.raises(zshard.WrapError, match=match):
+            zshard.wrap(model)
+    assert type(model.inlet.weight) is nn.Parameter
+    model.inlet.weight.grad_dtype = torch.float32
+    goes_on(zshard.wrap(model))
+
+
 def test_a_model_with_gradients_is_refused_until_they_are_dropped() -> None:
     model = Blocks()
     goes_on(model)

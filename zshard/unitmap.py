@@ -204,8 +204,8 @@ def check_kinds(specs: Sequence[UnitSpec]) -> None:
 
     Raises:
         WrapError: for parameters that are wrapped already, or of another class; that are sparse,
-            have no shape yet, or a dtype that zshard does not shard; or an attribute of a name that
-            sharded ones have.
+            have no shape yet, or a dtype that zshard does not shard; that ask for gradients of
+            another dtype; or an attribute of a name that sharded ones have.
     """
     for spec in specs:
         for owned in spec.params:
@@ -235,6 +235,12 @@ def check_kinds(specs: Sequence[UnitSpec]) -> None:
                 raise WrapError(
                     f"{owned.name} has dtype {param.dtype}; zshard shards float32, bfloat16, "
                     "float16 and float64. Name it in ignored=[...] to leave it whole."
+                )
+            if param.grad_dtype != param.dtype:
+                raise WrapError(
+                    f"{owned.name} has .grad_dtype = {param.grad_dtype}, but gradients come in the "
+                    f"dtype of compute. Set it to the parameter's ({param.dtype}); "
+                    "zshard.Precision(reduce=...) is the dtype in which they are reduced and added."
                 )
 
 
