@@ -186,6 +186,15 @@ def test_a_cast_of_autocasts_outside_the_unit_is_told_where_the_parameter_is_use
         model(torch.ones(2, 3))
 
 
+def test_a_tied_weight_outside_its_unit_is_not_told_that_its_user_may_be_one() -> None:
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    zshard.wrap(model, units="layer")
+    match = r"'root', which has all of its names \(0\.weight, 1\.weight\): call '1' in a forward of"
+    with pytest.raises(zshard.ShardedAccessError, match=match):
+        model[1](torch.ones(2, 4))
+
+
 def test_a_number_is_put_where_a_mask_is_true_and_a_mask_of_rows_is_refused() -> None:
     plain = nn.Linear(4, 4)
     model = zshard.wrap(copy.deepcopy(plain))

@@ -119,10 +119,18 @@ def _remedy(param: Sharded) -> str:
         return WHOLE_TENSORS
     label = param.flat.unit.label
     user = _called_past(param.flat.unit)
-    unit = (
-        f"is used outside the module of its unit {label!r}: make "
-        f"{repr(user) if user else 'the module that uses it'} a unit (zshard.wrap(units=...))"
-    )
+    names = param.flat.all_names[param.segment]
+    unit = f"is used outside the module of its unit {label!r}"
+    if user and not all(name.startswith(f"{user}.") for name in names):
+        unit += (
+            f", which has all of its names ({', '.join(names)}): call {user!r} in a forward of "
+            f"{label!r}, or in a method that zshard.method(model, name) has gather"
+        )
+    else:
+        unit += (
+            f": make {repr(user) if user else 'the module that uses it'} a unit "
+            "(zshard.wrap(units=...))"
+        )
     if param.flat.schedule.executor.state is not TrainingState.IDLE:
         return (
             f"It {unit}. Or else {label!r} was called past its forward: module(...), not "
