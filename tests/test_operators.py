@@ -186,6 +186,31 @@ def test_a_cast_of_autocasts_outside_the_unit_is_told_where_the_parameter_is_use
         model(torch.ones(2, 3))
 
 
+class Reads(torch.autograd.Function):
+    """Reads a weight of a module as it goes backward, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: nn.Linear) -> Tensor:
+        ctx.linear = linear
+        return x @ linear.weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.linear.weight.T, None
+
+
+class ReadsBackward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Reads.apply(x, self) + super().forward(x)  # whose gradients come first
+
+
+def test_what_a_functions_backward_reads_of_a_unit_that_is_done_is_told_to_be_saved() -> None:
+    model = zshard.wrap(nn.Sequential(ReadsBackward(3, 3), ReadsBackward(3, 3)), units="layer")
+    loss = model(torch.ones(2, 3)).sum()
+    with pytest.raises(zshard.ShardedAccessError, match=r"1\.weight.*ctx\.save_for_backward"):
+        loss.backward()
+
+
 def test_a_tied_weight_outside_its_unit_is_not_told_that_its_user_may_be_one() -> None:
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight

@@ -131,7 +131,14 @@ def _remedy(param: Sharded) -> str:
             f": make {repr(user) if user else 'the module that uses it'} a unit "
             "(zshard.wrap(units=...))"
         )
-    if param.flat.schedule.executor.state is not TrainingState.IDLE:
+    state = param.flat.schedule.executor.state
+    if state is TrainingState.BACKWARD and not user:
+        return (
+            "In a backward the modules hold shards again once their unit has all its gradients: an "
+            "autograd.Function that needs weights there takes them as inputs of apply(), and "
+            f"saves them (ctx.save_for_backward). In a forward that is recomputed there, it {unit}."
+        )
+    if state is not TrainingState.IDLE:
         return (
             f"It {unit}. Or else {label!r} was called past its forward: module(...), not "
             "module.forward(...), gathers. Its other methods work where it is no unit (units=). "
