@@ -192,6 +192,7 @@ def test_resume_refuses_what_would_change_the_curve(
     with pytest.raises(InputError, match=r"holds a run already"):
         resolve({"out": out})
     free = {"ranks": 3, "strategy": "ddp", "precision": "bf16", "accumulate": 2, "keep": 5}
+    free |= {"device": "auto", "activation_checkpointing": True, "eval_every": 7, "save_every": 9}
     changed = resolve({"resume": out, "steps": 10, **free})
     assert {name: getattr(changed, name) for name in free} == free
     assert changes_on_resume(resumed, changed) == (
@@ -288,9 +289,10 @@ def test_a_resumed_run_leaves_traces_beside_its_text_or_in_its_own_folder(
 
 def test_a_checkpoint_of_another_program_is_not_resumed(tmp_path: Path) -> None:
     model = zshard.wrap(torch.nn.Linear(2, 3))
-    zshard.save(tmp_path / "a", model, extra={"step": 1})
-    with pytest.raises(InputError, match=r"a: not a checkpoint of zshard train"):
-        resolve({"resume": str(tmp_path / "a")})
+    for extra in ({"step": 1}, None, ["zshard train"]):
+        zshard.save(tmp_path / "a", model, extra=extra)
+        with pytest.raises(InputError, match=r"a: not a checkpoint of zshard train"):
+            resolve({"resume": str(tmp_path / "a")})
 
 
 def test_a_run_resumes_on_more_ranks_with_another_strategy_and_precision_and_says_so(
@@ -306,6 +308,7 @@ def test_a_run_resumes_on_more_ranks_with_another_strategy_and_precision_and_say
     assert re.search(r"^from: .*step-00000004, step 4$", printed, re.M), printed
     assert re.search(r"not from .*step-00000008, which is not whole: .*bytes", printed)
     assert "ranks 2 -> 3 (other batches)" in printed
+    assert re.search(r"^rank 2 +\d", printed, re.M), printed
     assert [step for step, kind, _ in losses(out) if kind == "training"] == list(range(1, 9))
     # The first loss is that of the restored weights, but for the batches and the rounding.
     fifth = [[x for s, k, x in losses(o) if (s, k) == (5, "training")] for o in (out, whole_run[0])]

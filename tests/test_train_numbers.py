@@ -115,6 +115,7 @@ def test_the_rate_rises_for_a_twentieth_of_the_steps_and_falls_to_a_tenth() -> N
         ({"size": "huge"}, "--size huge: expected one of tiny"),
         ({"keep": 0}, "--keep 0: it has to be 1 or more"),
         ({"save_every": 0}, "--save-every 0: it has to be 1"),
+        ({"seed": -1}, "--seed -1: it has to be 0 or more"),
         ({"sample": -1}, "--sample -1: it has to be 0 or more"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1: it has to be 0"),
         ({"lr": 0.0}, "--lr 0.0: it has to be above 0"),

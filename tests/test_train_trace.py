@@ -161,6 +161,8 @@ def test_a_planned_run_prints_the_plan_and_what_it_came_to(text: Path, tmp_path:
     assert "A step is predicted to take" in plan
     assert "planned and measured, MB" in rest and "The plan held within 2 %." in rest
     assert "A step took" in rest and "predicted were" in rest and " ms on " in rest
+    resumed = resolve({"resume": str(tmp_path), "steps": 6})
+    assert not resumed.plan and resumed.machine is None
     # A resumed run's own steps are too few to say, and those before may have been others.
     more = ("--resume", tmp_path, "--plan", "--machine", "h100", "--accumulate", 2, "--steps")
     printed = ran("train", *more, 6)
