@@ -232,7 +232,7 @@ def ends_under_way(rank: int, world_size: int) -> list[bool]:
     block.reshard()
     check(trace)
     if rank == 0:
-        assert "1 transfers had not ended" in str(trace.summary())
+        assert "1 transfer had not ended" in str(trace.summary())
         assert trace.transfers[0].ended == trace.seconds
     return [transfer.complete for transfer in trace.transfers]
 

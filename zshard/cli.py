@@ -31,6 +31,7 @@ from .training.output import check_output
 from .training.steptrace import make_folder
 from .training.train import train
 from .training.trainplan import plan_of
+from .words import counted
 
 _FAILED = 1  # exit status
 
@@ -153,7 +154,8 @@ def _train(given: dict[str, object], arguments: Sequence[str], place: Place | No
         place = Place()
     elif given.get("ranks", place.world_size) != place.world_size:
         raise InputError(
-            f"--ranks {given['ranks']}: this job was started with {place.world_size} ranks"
+            f"--ranks {given['ranks']}: this job was started with "
+            f"{counted(place.world_size, 'rank')}"
         )
     return train(options, place)
 

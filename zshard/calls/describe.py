@@ -8,6 +8,7 @@ from torch import nn
 
 from ..unit import Unit
 from ..units.flat import Flat
+from ..words import counted
 from ..wrap import schedule_of
 
 _HEADS = (
@@ -50,9 +51,8 @@ def describe(model: nn.Module) -> str:
     if comm.replicas.size > 1:
         over += f", {comm.replicas.size} times"
     count = sum(bool(unit.flats) for unit in schedule.units)  # the root may have nothing of its own
-    units = "1 unit" if count == 1 else f"{count} units"
     head = (
-        f"{type(model).__name__}: {total:,} parameters in {units}, sharded "
+        f"{type(model).__name__}: {total:,} parameters in {counted(count, 'unit')}, sharded "
         f"over {over} on {schedule.device}; this is {comm.me}"
     )
     table = tabulate(

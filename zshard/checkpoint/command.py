@@ -12,6 +12,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from ..errors import CheckpointError
+from ..words import counted
 from . import inspect
 from .catalogue import RUN_FOLDER
 from .inspect import Listing, Summary
@@ -70,7 +71,7 @@ def _lines(listing: Listing) -> str:
         if summary.path == listing.newest:
             health += ", newest"
         size = f"{summary.nbytes / 1e6:,.2f} MB"
-        ranks = f"{summary.ranks} ranks"
+        ranks = counted(summary.ranks, "rank")
         rows.append((os.path.basename(summary.path), summary.saved, ranks, size, health))
     lines = tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()
     lines += [f"{os.path.basename(path)}  {why}" for path, why in listing.unreadable.items()]
@@ -80,16 +81,18 @@ def _lines(listing: Listing) -> str:
 def _page(summary: Summary) -> str:
     lines = [
         ("checkpoint", summary.path),
-        ("saved", f"{summary.saved} by {summary.ranks} ranks, id {summary.id}"),
+        ("saved", f"{summary.saved} by {counted(summary.ranks, 'rank')}, id {summary.id}"),
     ]
     if summary.exported:
         lines.append(("kind", "weights only, by zshard.export"))
     lines.append(("parameters", f"{summary.parameters:,}"))
     for name, kind in summary.kinds.items():
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in kind.dtypes.items())
-        lines.append((name, f"{_megabytes(kind.nbytes)} in {kind.tensors} tensors ({dtypes})"))
+        lines.append(
+            (name, f"{_megabytes(kind.nbytes)} in {counted(kind.tensors, 'tensor')} ({dtypes})")
+        )
     if summary.optimizer is not None:
-        at = "" if summary.step is None else f", after {summary.step} steps"
+        at = "" if summary.step is None else f", after {counted(summary.step, 'step')}"
         lines.append(("updated by", summary.optimizer + at))
     if summary.extra is not None:
         lines.append(("extra", _shortened(json.dumps(summary.extra))))

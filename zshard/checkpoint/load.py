@@ -18,6 +18,7 @@ from ..errors import CheckpointError, Error, MismatchError, StateError
 from ..flags import require_flags
 from ..schedule import Schedule
 from ..whole_files import StrPath
+from ..words import counted
 from ..wrap import schedule_of
 from . import catalogue
 from .held import HeldWhole
@@ -209,7 +210,7 @@ def _match_generators(
     there, own = saved.tensors.get("rng", {}), f"rank-{peers.world_rank:05d}"
     if len(there) != peers.world_size or own not in there:
         raise CheckpointError(
-            f"{label} has the random states of {len(there)} ranks, and there are "
+            f"{label} has the random states of {counted(len(there), 'rank')}, and there are "
             f"{peers.world_size}; save with rng=True, or leave rng=True out"
         )
     match.add(own, there[own], HeldWhole(generators, saves=False))

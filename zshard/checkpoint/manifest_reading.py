@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+from ..words import counted
 from .files import File, read_whole
 from .manifest import (
     FORMAT,
@@ -240,4 +241,5 @@ def _some_tensors(manifest: Manifest, file: str) -> str:
     ]
     if not names:
         return "no tensor"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if names[3:] else "")
+    more = f" and {counted(len(names) - 3, 'more tensor')}" if names[3:] else ""
+    return ", ".join(names[:3]) + more

@@ -10,6 +10,7 @@ from torch import nn
 from ..calls.memory_use import memory
 from ..errors import PlanError
 from ..units.ledger import KINDS
+from ..words import counted
 from ..wrap import schedule_of
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ def check(plan: Plan, model: nn.Module) -> None:
     size = schedule.comm.size
     if size != plan.world_size:
         raise PlanError(
-            f"the plan is for {plan.world_size} ranks, and the model is sharded over {size}: "
-            f"plan.with_world_size({size}).check(model)"
+            f"the plan is for {counted(plan.world_size, 'rank')}, and the model is sharded "
+            f"over {size}: plan.with_world_size({size}).check(model)"
         )
     found, planned = cast(Any, memory(model)), cast(Any, plan.to_dict())
     for unit, real in zip(schedule.units, found["units"], strict=True):
@@ -37,8 +38,9 @@ def check(plan: Plan, model: nn.Module) -> None:
     names = [[unit["name"] for unit in each["units"]] for each in (planned, found)]
     if names[0] != names[1]:
         raise PlanError(
-            f"the plan has {len(names[0])} units, {', '.join(names[0][:5])} ..., and the model "
-            f"{len(names[1])}, {', '.join(names[1][:5])} ...: give both the same units="
+            f"the plan has {counted(len(names[0]), 'unit')}, {', '.join(names[0][:5])} ..., "
+            f"and the model {len(names[1])}, {', '.join(names[1][:5])} ...: give both the same "
+            "units="
         )
     for mine, real in zip(planned["units"], found["units"], strict=True):
         wrong += _differences(mine, real, f"unit {mine['name']!r}")

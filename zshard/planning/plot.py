@@ -9,6 +9,7 @@ from ..pictures import new_figure
 from ..tracing.plot import PHASE_COLORS
 from ..units.ledger import STATES
 from ..whole_files import write_whole
+from ..words import counted
 from .fit import STRATEGIES
 from .plan import Plan
 from .timeline import Timeline
@@ -56,7 +57,7 @@ def _memory(axes: Axes, plan: Plan) -> None:
         axes.axvline(plan.hbm / 1e9, color="black", ls="--", lw=1, label="hbm")
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.set_xlabel(f"GB (1e9 bytes) a rank, over {plan.world_size} ranks")
+    axes.set_xlabel(f"GB (1e9 bytes) a rank, over {counted(plan.world_size, 'rank')}")
     axes.legend(fontsize=7)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
+from ..words import counted
 from .fit import STRATEGIES, Alternative, Fit
 from .plan import Plan
 
@@ -35,10 +36,10 @@ def report(plan: Plan, fit: Fit | None, title: str) -> str:
     count = sum(each.count for each in plan.collectives)
     scale = _scale(plan)
     lines = [
-        f"{title}, over {plan.world_size} ranks: {plan.parameters:,} parameters in "
-        f"{len(plan.units)} unit{'s' * (len(plan.units) > 1)}",
+        f"{title}, over {counted(plan.world_size, 'rank')}: {plan.parameters:,} parameters in "
+        f"{counted(len(plan.units), 'unit')}",
         _table(plan, fit, scale, marked=plan.strategy),
-        f"A rank sends {scale.text(sent)} {scale.name} a step in {count} collectives "
+        f"A rank sends {scale.text(sent)} {scale.name} a step in {counted(count, 'collective')} "
         f"({plan.strategy}).",
     ]
     kept = plan.activations
@@ -101,7 +102,7 @@ def _verdict(fit: Fit, plan: Plan) -> str:
         best = f"{fit.strategy} fits"
         if fit.checkpointing:
             best += " with activation checkpointing"
-    return f"Into {fit.hbm / 1e9:,.4g} GB over {plan.world_size} ranks: {best}."
+    return f"Into {fit.hbm / 1e9:,.4g} GB over {counted(plan.world_size, 'rank')}: {best}."
 
 
 def _table(plan: Plan, fit: Fit | None, scale: _Scale, marked: str | None) -> str:

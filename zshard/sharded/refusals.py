@@ -12,6 +12,7 @@ import torch
 from ..errors import OptimizerError, ShardedAccessError, StateError
 from ..param import Sharded, ShardedGrad
 from ..training_state import TrainingState, modules_called
+from ..words import counted
 
 if TYPE_CHECKING:
     from ..unit import Unit
@@ -52,13 +53,13 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
     if isinstance(first, ShardedGrad):
         raise ShardedAccessError(
             f"{name} needs the whole gradient of {first.fqn!r} {tuple(first.shape)}, of which this "
-            f"rank holds {first.local_numel} elements: on every rank, read it with "
+            f"rank holds {counted(first.local_numel, 'element')}: on every rank, read it with "
             "zshard.full_grad(model, name), and assign what is to replace it (param.grad = whole). "
             f"{WHOLE_TENSORS}"
         )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
-        f"{first.local_numel} elements. {_remedy(first)}"
+        f"{counted(first.local_numel, 'element')}. {_remedy(first)}"
     )
 
 

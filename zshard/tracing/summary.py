@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
+from ..words import counted
 from .path import OUTSIDE, Piece, critical_path, pieces
 from .trace import Trace
 
@@ -238,7 +239,7 @@ def _lines(summary: Summary) -> list[str]:
     rows = [[*_named(leg), _ms(leg.seconds), f"{leg.share:.1%}"] for leg in summary.path[:_SHOWN]]
     if rest := summary.path[_SHOWN:]:
         seconds, share = sum(leg.seconds for leg in rest), sum(leg.share for leg in rest)
-        rows.append([f"{len(rest)} others", _ms(seconds), f"{share:.1%}"])
+        rows.append([counted(len(rest), "other"), _ms(seconds), f"{share:.1%}"])
     lines += _table(["what", "ms", "of the trace"], rows)
     if summary.stalls:
         lines += ["", "stalls"]
@@ -248,10 +249,11 @@ def _lines(summary: Summary) -> list[str]:
         ]
         if others := summary.stalls[_SHOWN:]:
             times, seconds = sum(d.times for d in others), sum(d.seconds for d in others)
-            rows.append([f"{len(others)} others", "", str(times), _ms(seconds)])
+            rows.append([counted(len(others), "other"), "", str(times), _ms(seconds)])
         lines += _table(["held up", "waited for", "times", "ms"], rows, texts=2)
     if summary.cut:
-        lines += ["", f"{summary.cut} transfers had not ended, and count up to the trace's end"]
+        cut = counted(summary.cut, "transfer")
+        lines += ["", f"{cut} had not ended: counted up to the trace's end"]
     return lines
 
 

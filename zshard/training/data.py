@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.catalogue import RUN_FOLDER
 from ..errors import InputError
+from ..words import counted
 
 _VALIDATION_SHARE = 0.05
 _NOT_LIBRARY_CODE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -88,8 +89,9 @@ def check_size(
     least = 2 * (sequence + 1)  # each a sequence and the target after its last byte
     if size < least:
         raise InputError(
-            f"{size} bytes of text in {files} files are too few: with --seq {sequence}, training "
-            f"and validation need {least} bytes; name more text with --data or lower --seq"
+            f"{counted(size, 'byte')} of text in {counted(files, 'file')} are too few: with "
+            f"--seq {sequence}, training and validation need {least} bytes; name more text with "
+            "--data or lower --seq"
         )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..errors import CommError, InputError
+from ..words import counted
 
 # Exit status of a job that SIGTERM stopped and that has saved all it did: 128 + 15, as of a process
 # that SIGTERM ended. To Slurm and Kubernetes the job is not complete, and may be started again.
@@ -97,8 +98,8 @@ class Job:
             if place.local_rank not in range(gpus := torch.cuda.device_count()):
                 raise InputError(
                     f"rank {place.rank} is number {place.local_rank} on this machine (LOCAL_RANK, "
-                    f"or RANK where that is missing), which has {gpus} GPUs: start as many ranks "
-                    "on each machine as it has, or use --device cpu"
+                    f"or RANK where that is missing), which has {counted(gpus, 'GPU')}: "
+                    "start as many ranks on each machine as it has, or use --device cpu"
                 )
             self.device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.device)

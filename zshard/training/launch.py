@@ -20,6 +20,7 @@ import torch
 import zshard
 
 from ..errors import Error, InputError
+from ..words import counted
 from .job import PR_SET_PDEATHSIG, STOPPED, choose_device
 
 # Exit statuses of a rank.
@@ -69,8 +70,8 @@ def choose_ranks(ranks: int | None, device: str) -> int:
         return gpus or _CPU_RANKS
     if gpus and ranks > gpus:
         raise InputError(
-            f"--ranks {ranks}: this machine has {gpus} GPUs and NCCL takes one rank on each; "
-            f"use --ranks {gpus}, or --device cpu"
+            f"--ranks {ranks}: this machine has {counted(gpus, 'GPU')} and NCCL takes one rank on "
+            f"each; use --ranks {gpus}, or --device cpu"
         )
     return ranks
 

@@ -14,6 +14,7 @@ from ..checkpoint.catalogue import RUN_FOLDER
 from ..errors import InputError
 from ..gpt import SIZES, GPTConfig
 from ..precision import Precision
+from ..words import counted
 from .data import find_files
 from .resume import Origin, find_origin
 
@@ -168,8 +169,8 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
     options = replace(saved, **{**anew, **given, "out": out})  # type: ignore[arg-type]
     if options.steps <= origin.progress.step:
         raise InputError(
-            f"the checkpoint {origin.path} has all {origin.progress.step} steps: --steps has to "
-            "be more"
+            f"the checkpoint {origin.path} has all {counted(origin.progress.step, 'step')}: "
+            "--steps has to be more"
         )
     _refuse_traces_in_text(options)
     return options

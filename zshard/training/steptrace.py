@@ -12,6 +12,7 @@ from ..calls.session import trace
 from ..errors import InputError
 from ..tracing.file import merge_traces
 from ..tracing.trace import Trace
+from ..words import counted
 from .job import Job
 
 # The first steps learn the order of collectives, and allocate; those after them are alike.
@@ -91,7 +92,7 @@ class StepTrace:
         self._write(lambda: merge_traces(folder / "trace.json", parts) if first else None)
         where = f"all ranks are in {folder / 'trace.json'}, for ui.perfetto.dev"
         self._job.say(
-            f"--- {min(self._taken - _SKIPPED, _STEPS)} steps of rank 0, traced; "
+            f"--- {counted(min(self._taken - _SKIPPED, _STEPS), 'step')} of rank 0, traced; "
             f"{self._failure or where} ---\n{done.summary()}"
         )
 

@@ -22,6 +22,7 @@ from ..errors import Error, InputError
 from ..gpt import GPT, generate
 from ..planning import Plan
 from ..streams import upload
+from ..words import counted
 from .data import Corpus, MicroBatch, find_files
 from .job import STOPPED, Job, Place, choose_device
 from .metrics import (
@@ -246,11 +247,13 @@ def _require_one_text(job: Job, corpus: Corpus) -> None:
 def _announce(run: Run, origin: Origin | None) -> None:
     job, options, corpus = run.job, run.options, run.corpus
     config = options.model_config()
+    depth, heads = counted(config.layers, "layer"), counted(config.heads, "head")
+    threads = counted(torch.get_num_threads(), "thread")
     job.say(
-        f"model: GPT of {run.parameters / 1e6:.2f}M parameters ({config.layers} layers, width "
-        f"{config.width}, {config.heads} heads), {options.strategy}, {options.precision}\n"
-        f"ranks: {job.world_size} on {job.device.type}, {torch.get_num_threads()} threads each\n"
-        f"text:  {corpus.files} files, {len(corpus.train) / 1e6:.2f} MB to train on, "
+        f"model: GPT of {run.parameters / 1e6:.2f}M parameters ({depth}, width "
+        f"{config.width}, {heads}), {options.strategy}, {options.precision}\n"
+        f"ranks: {job.world_size} on {job.device.type}, {threads} each\n"
+        f"text:  {counted(corpus.files, 'file')}, {len(corpus.train) / 1e6:.2f} MB to train on, "
         f"{len(corpus.validation) / 1e6:.2f} MB held out"
     )
     if origin is None:

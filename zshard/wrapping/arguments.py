@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..precision import Precision
 from ..transports.transport import require_transport
 from ..unitmap import UnitSpec
+from ..words import counted
 from .materialize import on_meta
 
 
@@ -56,8 +57,8 @@ def _type_of(device: torch.device | str) -> str:
         raise InputError(f"device={device!r}: {error}") from None
     if asked.type == "cuda" and (asked.index or 0) >= (count := torch.cuda.device_count()):
         raise InputError(
-            f"device={str(device)!r}: torch finds {count} GPUs here, counted from 0 on each host; "
-            "a rank's number on its host is torch.distributed.get_node_local_rank()"
+            f"device={str(device)!r}: torch finds {counted(count, 'GPU')} here, counted from 0 on "
+            "each host; a rank's number on its host is torch.distributed.get_node_local_rank()"
         )
     return asked.type
 

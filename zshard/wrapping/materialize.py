@@ -31,6 +31,7 @@ from ..tag import Tag
 from ..transports.mesh import groups_of
 from ..transports.refusal import together
 from ..unitmap import Owned, UnitSpec, owned_parameters
+from ..words import counted
 from .init_calls import Guard, RandomNumbers
 
 InitFn = Callable[[nn.Module], object]
@@ -136,9 +137,10 @@ def allocate_outside(model: nn.Module, specs: Sequence[UnitSpec], device: torch.
         else:
             buffer.data = buffer.data.to(device)
     first, *others = meta
+    more = counted(len(others), "more tensor")
     return (
         f"the model was wrapped on the meta device without an init_fn, and {first} "
-        f"{f'and {len(others)} more tensors have' if others else 'has'} no values yet. Call "
+        f"{f'and {more} have' if others else 'has'} no values yet. Call "
         "zshard.load or zshard.load_weights; or pass init_fn to zshard.wrap."
     )
 
