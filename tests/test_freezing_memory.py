@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 
@@ -46,6 +47,28 @@ def turned(rank: int, world_size: int, freezes: bool) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_memory_of_gradients_that_is_given_back_is_free(world_size: int, freezes: bool) -> None:
     run_ranks(turned, world_size, freezes)
+
+
+def unfrozen(rank: int, world_size: int, comm: str) -> None:
+    """A larger unit is trained later, for which reduce buffers above a megabyte are made anew."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 900))
+    plain[1].requires_grad_(False)
+    model = zshard.wrap(copy.deepcopy(plain), units="layer", comm=comm)
+    for step in range(4):
+        for each in (model, plain):
+            each[1].requires_grad_(step > 1)
+            each(torch.full((2, 600), step + 1.0)).square().sum().backward()
+        for name, param in plain.named_parameters():
+            if param.requires_grad:
+                torch.testing.assert_close(zshard.full_grad(model, name), param.grad)
+        for each in (model, plain):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_gradients_are_reduced_in_the_buffers_that_unfreezing_has_made_larger(comm: str) -> None:
+    run_ranks(unfrozen, 2, comm)
 
 
 def test_states_that_a_load_gives_a_frozen_unit_are_counted(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
+from models import Block, Blocks
 from ranks import run_ranks
+from steps import batch
 from torch import Tensor, nn
 
 import zshard
@@ -127,3 +130,86 @@ def test_the_example_in_the_note_is_what_happens() -> None:
         )
         assert last[0] == second[0]
         assert last[1].startswith("meet, meet, reduce c, meet, gather b, gather a, meet, ")
+
+
+class Twice(nn.Module):
+    """One of its units runs again behind a cut, and another one behind the next cut."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.inside = [inside]
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        for block in (first, first, second):
+            self.inside[0](x)  # of another model, for which this forward is cut
+            x = block(x)
+        return x
+
+
+def gathers_of_each(rank: int, world_size: int) -> list[int]:
+    counts = []
+    for inside in (nn.Identity(), zshard.wrap(Block(), init="broadcast")):
+        model = zshard.wrap(Twice(inside), init="broadcast")
+        with torch.no_grad():
+            for _ in range(4):
+                zshard.stats(model).reset()
+                model(torch.ones(2, 7))
+        counts.append(zshard.stats(model).calls["all_gather"])
+    return counts
+
+
+def test_the_parts_of_a_forward_have_a_program_each_and_gather_no_more_than_all_of_it() -> None:
+    for whole, parts in run_ranks(gathers_of_each, 2):
+        assert whole == parts
+
+
+class Held(nn.Linear):
+    """A layer whose parameters may be left out of the graph."""
+
+    out = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.detach() if self.out else self.weight
+        return F.linear(x, weight, self.bias.detach() if self.out else self.bias)
+
+
+def test_what_is_complete_as_a_program_is_left_is_reduced_before_backward_goes_on() -> None:
+    model = zshard.wrap(nn.Sequential(*(Held(4, 4) for _ in range(3))), units="layer")
+    for step in range(3):
+        model[2].out = step == 2  # the first that the program reduces
+        loss = model(torch.ones(2, 4)).sum()
+        with zshard.trace(model) as trace:
+            loss.backward()
+        model.zero_grad()
+    events = [str(event) for event in trace.events]
+    assert events.index("reduce 1") < events.index("backward 0"), events
+
+
+def left_and_read(rank: int, world_size: int) -> str:
+    """Behind a forward that has raised on rank 0 alone, the other one reads a parameter."""
+    torch.manual_seed(0)
+    model, raising = zshard.wrap(Blocks()), rank == 0
+
+    def fail(*_: object) -> None:
+        if raising:
+            raise ValueError("user code")
+
+    model.blocks[1].register_forward_pre_hook(fail)
+    with torch.no_grad():
+        if rank == 0:
+            with pytest.raises(ValueError, match="user"):
+                model(batch(0, 0))
+            raising = False
+        else:
+            model(batch(0, 0))
+        with pytest.raises(zshard.MismatchError) as told:
+            model(batch(0, 0)) if rank == 0 else zshard.full_param(model, "outlet.weight")
+        model(batch(0, 0))
+    return str(told.value)
+
+
+def test_what_is_no_part_of_a_step_is_refused_on_a_rank_too_that_has_left_one() -> None:
+    for told in run_ranks(left_and_read, 2, timeout=20):
+        assert "rank 0: a forward; rank 1: full_param('outlet.weight')" in told
