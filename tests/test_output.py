@@ -37,7 +37,6 @@ def test_a_rank_trains_whatever_becomes_of_its_output(output: str, tmp_path: Pat
     options = [*TINY, "--steps", "1", "--data", write_text(tmp_path / "text")]
     line = " ".join([COMMAND, "train", *map(str, options), "--out", f"{tmp_path}/run", output])
     rank = environment() | {"RANK": "0", "WORLD_SIZE": "1"}
-    rank.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(
         ["bash", "-c", line], capture_output=True, text=True, timeout=DEADLINE, env=rank
     )

@@ -16,8 +16,10 @@ from train_command import DEADLINE, TINY, command, environment, losses, write_te
 
 import zshard
 from zshard.training.job import STOPPED
-from zshard.training.launch import LOST_PEER, describe_failure
+from zshard.training.launch import _BOOTSTRAP, LOST_PEER, describe_failure
 from zshard.training.metrics import read_metrics
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -148,6 +150,20 @@ def test_a_killed_launcher_takes_its_ranks_with_it(endless: Endless) -> None:
     process.kill()
     process.wait(timeout=60)
     assert_gone(ranks)
+    assert "step 3: training loss" in endless.printed  # at once, and not as the ranks end
+
+
+@linux
+def test_a_killed_torchrun_takes_its_ranks_with_it(fresh: list[object], tmp_path: Path) -> None:
+    with started(tmp_path / "run", *fresh, launcher=TORCHRUN) as run:
+        run.process.kill()
+        run.process.wait(timeout=60)
+        assert_gone(run.ranks)
+
+
+def test_a_rank_whose_launcher_has_ended_already_does_not_begin() -> None:
+    done = subprocess.run([sys.executable, "-c", _BOOTSTRAP, "1", "no/such/folder", "info"])
+    assert done.returncode == LOST_PEER
 
 
 @linux
@@ -279,8 +295,7 @@ def test_a_job_under_nohup_goes_on_when_its_terminal_is_closed(
 
 @linux
 def test_sigterm_to_torchrun_saves_and_stops_its_ranks(fresh: list[object], tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    with started(tmp_path / "run", *fresh, launcher=torchrun) as run:
+    with started(tmp_path / "run", *fresh, launcher=TORCHRUN) as run:
         run.process.terminate()
         run.process.communicate(timeout=60)  # its status and its words are torchrun's
         assert_gone(run.ranks)

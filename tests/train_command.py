@@ -26,9 +26,9 @@ def command(*arguments: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that no launcher started."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    return {k: v for k, v in os.environ.items() if k not in launcher} | {"OMP_NUM_THREADS": "1"}
+    """Of a process that no launcher started, and that buffers what it prints."""
+    others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONUNBUFFERED")
+    return {k: v for k, v in os.environ.items() if k not in others} | {"OMP_NUM_THREADS": "1"}
 
 
 def launched(*arguments: object) -> subprocess.CompletedProcess[str]:
