@@ -150,6 +150,69 @@ def test_the_critical_path_keeps_to_a_lane_and_to_the_waiter_that_reads_itself()
     ]
 
 
+Placed = tuple[str, str, float, float]
+
+
+def gathered(
+    transfers: dict[str, tuple[str, float, float, float]],
+    stalls: list[tuple[str, float, float]],
+    end: float,
+) -> tuple[list[Placed], list[Placed]]:
+    """The row and the critical path of one forward.
+
+    Args:
+        transfers: unit -> lane, issued, returned, ended; stalls: for which unit, began, ended.
+    """
+    clock, given = ByHand(), {}
+    recorder = Recorder(clock)
+    recorder.enter("forward", "root")
+    for unit, (lane, clock.at, returned, ended) in transfers.items():
+        given[unit] = recorder.issue("op", Tag(0, "gather", unit), 1, lane)
+        clock.at = returned
+        given[unit].returns()
+        clock.at = ended
+        given[unit].completed()
+    for unit, clock.at, ended in stalls:
+        stall = recorder.begin_stall("op", Tag(0, "gather", unit), given[unit])
+        clock.at = ended
+        recorder.end_stall(stall)
+    clock.at = end
+    recorder.end(linger=False)
+    trace = Trace(recorder, rank=0, world=2, units=("root", *transfers), model="Model")
+    row = pieces(trace)
+    return tuple([piece[:4] for piece in each] for each in (row, critical_path(trace, row)))
+
+
+def test_a_transfer_is_held_up_by_the_last_one_on_its_lane_that_ended_before_it() -> None:
+    ends = [("wait", "root", 8.0, 9.0)]
+    a_b_c = {"a": ("gather", 0.0, 0.0, 6.0), "b": ("gather", 1.0, 1.0, 2.0)}
+    a_b_c["c"] = ("gather", 3.0, 3.0, 8.0)
+    _, path = gathered(a_b_c, [("c", 4.0, 9.0)], 9.0)
+    assert path == [("gather", "a", 0.0, 6.0), ("gather", "c", 6.0, 8.0), *ends]
+    at_once = {"a": ("gather", 0.0, 0.0, 8.0), "c": ("gather", 3.0, 3.0, 8.0)}
+    assert gathered(at_once, [("c", 4.0, 9.0)], 9.0)[1] == [("gather", "a", 0.0, 8.0), *ends]
+    as_issued = at_once | {"a": ("gather", 0.0, 0.0, 3.0)}
+    assert gathered(as_issued, [("c", 4.0, 9.0)], 9.0)[1] == [
+        ("forward", "root", 0.0, 3.0),  # the lane was free when it came
+        ("gather", "c", 3.0, 8.0),
+        *ends,
+    ]
+
+
+def test_the_way_back_from_a_transfer_goes_on_before_its_issue_not_in_a_stall_behind_it() -> None:
+    transfers = {"a": ("reduce", 1.0, 1.0, 7.0), "b": ("gather", 4.0, 5.0, 9.0)}
+    assert gathered(transfers, [("a", 5.0, 7.0), ("b", 7.0, 9.0)], 9.0)[1] == [
+        ("forward", "root", 0.0, 4.0),
+        ("issue", "b", 4.0, 5.0),
+        ("gather", "b", 5.0, 9.0),
+    ]
+
+
+def test_a_stall_that_took_no_time_is_no_piece() -> None:
+    row, path = gathered({"a": ("gather", 0.0, 0.0, 1.0)}, [("a", 2.0, 2.0)], 4.0)
+    assert row == path == [("forward", "root", 0.0, 4.0)]
+
+
 def test_communication_counts_once_and_is_exposed_while_compute_stands_still() -> None:
     summary = recorded().summary()
     found = {

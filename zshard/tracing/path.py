@@ -93,7 +93,7 @@ def critical_path(trace: Trace, row: list[Piece]) -> list[Piece]:
         came = now
         if transfer is not None and piece.began < transfer.ended and transfer.returned < now:
             # The time that it took to wake up is part of the stall.
-            now = _step(path, piece, min(transfer.ended, now), now)
+            now = _step(path, piece, transfer.ended, now)
             now = _follow(path, transfer, before, now)
         if now < came:
             index = bisect.bisect_left(begins, now) - 1
@@ -112,14 +112,14 @@ def _follow(
         issued = transfer.returned  # until then it is compute that starts it
         held = issued if previous is None else max(previous.ended, issued)
         name = Piece(transfer.phase, transfer.unit, 0.0, 0.0)
-        now = _step(path, name, min(held, now), now)
+        now = _step(path, name, held, now)
         if previous is None or previous.ended <= issued:
             return now
         transfer = previous
 
 
 def _step(path: list[Piece], piece: Piece, began: float, ended: float) -> float:
-    """Put the time from ``began`` to ``ended`` on the path, as ``piece``; where it begins."""
+    """Put the time from ``began`` to ``ended``, if any, on the path as ``piece``; its begin."""
     if began < ended:
         path.append(piece._replace(began=began, ended=ended))
         return began
