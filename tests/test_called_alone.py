@@ -155,3 +155,82 @@ def in_one_method(rank: int, world_size: int, cached: bool) -> list[Tensor]:
 def test_forwards_inside_one_method_are_as_without_autocasts_cache() -> None:
     cached, without = (run_ranks(in_one_method, 2, each) for each in (True, False))
     assert all(map(torch.equal, cached[0] + cached[1], without[0] + without[1]))
+
+
+class Either(nn.Module):
+    """Models that are called in its forward."""
+
+    def __init__(self, models: nn.ModuleDict) -> None:
+        super().__init__()
+        self.models = models
+
+    def forward(self, name: str, x: Tensor) -> Tensor:
+        return self.models[name](x)
+
+
+def of_one_encoder() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    encoder = nn.Linear(4, 4)
+    return nn.ModuleDict({name: Scored(encoder) for name in ("actor", "critic")})
+
+
+@pytest.mark.parametrize("units", [None, "layer", "model", ["actor", "critic"]])
+def test_what_models_share_is_told_with_the_module_that_they_need_around_them(
+    units: str | list[str] | None,
+) -> None:
+    alone = zshard.wrap(of_one_encoder(), units=units)
+    with pytest.raises(
+        zshard.ShardedAccessError,
+        match=r"\(actor\.statistics\.weight, critic.*\): call 'actor' .* around the nn\.ModuleDict",
+    ):
+        alone["actor"](torch.ones(5, 4))
+    x, plain, model = torch.randn(5, 4), of_one_encoder(), zshard.wrap(Either(of_one_encoder()))
+    for name in ("actor", "critic", "critic"):
+        plain[name](x).square().mean().backward()
+        model(name, x).square().mean().backward()
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, f"models.{name}"), param.grad), name
+
+
+class Encoding(nn.Module):
+    """Has a unit that it may be asked for alone, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encode(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+def test_a_unit_with_a_tied_weight_is_called_in_a_method() -> None:
+    model = zshard.wrap(Encoding(), units="layer")
+    match = r"call 'encoder' in a forward of 'root'.*method"
+    with pytest.raises(zshard.ShardedAccessError, match=match):
+        model.encoder(torch.ones(5, 4))
+    zshard.method(model, "encode")
+    model.encode(torch.ones(5, 4)).sum().backward()
+    assert zshard.full_grad(model, "encoder.weight") is not None
+
+
+class Reading(nn.Module):
+    """Computes with the weight of another."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.others[0].weight + self.bias
+
+
+def test_what_a_unit_reads_of_another_without_sharing_it_is_not_called_shared() -> None:
+    layer = nn.Linear(4, 4)
+    models = zshard.wrap(nn.ModuleDict({"a": layer, "b": Reading(layer)}))
+    with pytest.raises(zshard.ShardedAccessError, match="outside the module of its unit 'a'"):
+        models["b"](torch.ones(5, 4))

@@ -70,7 +70,7 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
     """The units of ``model``, the root first, the rest in order of registration.
 
     A parameter belongs to the innermost unit around it; one that several units share (a tied
-    weight) to the root, which is gathered while any of them is.
+    weight) to the root, which is gathered in all of its own forward.
 
     Raises:
         InputError: for a ``units`` that cannot be understood, names no module of the model, or a

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import OptimizerError, ShardedAccessError, StateError
 from ..param import Sharded, ShardedGrad
+from ..repeated import NEVER_CALLED
 from ..training_state import TrainingState, modules_called
 from ..words import counted
 
@@ -120,19 +121,22 @@ def _remedy(param: Sharded) -> str:
         return WHOLE_TENSORS
     label = param.flat.unit.label
     user = _called_past(param.flat.unit)
-    names = param.flat.all_names[param.segment]
+    state = param.flat.schedule.executor.state
     unit = f"is used outside the module of its unit {label!r}"
+    names = param.flat.all_names[param.segment]
     if user and not all(name.startswith(f"{user}.") for name in names):
         unit += (
-            f", which has all of its names ({', '.join(names)}): call {user!r} in a forward of "
-            f"{label!r}, or in a method that zshard.method(model, name) has gather"
+            f", which has all of its names ({', '.join(names)}): call {user!r} in "
+            f"{_a_forward_of(param.flat.unit)}, or in a method that zshard.method(model, name) has "
+            "gather"
         )
+        if state is TrainingState.IDLE:
+            return f"It {unit}."
     else:
         unit += (
             f": make {repr(user) if user else 'the module that uses it'} a unit "
             "(zshard.wrap(units=...))"
         )
-    state = param.flat.schedule.executor.state
     if state is TrainingState.BACKWARD and not user:
         return (
             "In a backward the modules hold shards again once their unit has all its gradients: an "
@@ -167,6 +171,16 @@ def _called_past(unit: Unit) -> str:
     names = {id(module): name for name, module in unit.module.named_modules(prefix=unit.name)}
     inside = [names[id(module)] for module in modules_called() if id(module) in names]
     return inside[-1] if inside and inside[-1] != unit.name else ""
+
+
+def _a_forward_of(unit: Unit) -> str:
+    """What gathers ``unit``, in words."""
+    if type(unit.module) not in NEVER_CALLED:
+        return f"a forward of {unit.label!r}"
+    return (
+        f"the forward of a module around the nn.{type(unit.module).__name__}, which is wrapped in "
+        "its place (`return self.models[name](*args)`)"
+    )
 
 
 def _method_at_work(model: torch.nn.Module) -> str:
