@@ -153,6 +153,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ),
         ["a", "a.1", "a.3", "b", "c.d"],  # which the script calls, as there is no forward around
     ),
+    "models of one class": (
+        lambda: nn.ModuleDict(
+            {
+                "policy": Stage(3, 2, 6),
+                "critics": nn.ModuleDict({name: Stage(3, 2, 6) for name in "ab"}),
+                "heads": nn.ModuleList([Block(), Block()]),
+            }
+        ),
+        [
+            *("policy", "policy.blocks.0", "policy.blocks.1"),
+            *("critics.a", "critics.a.blocks.0", "critics.a.blocks.1"),
+            *("critics.b", "critics.b.blocks.0", "critics.b.blocks.1"),
+            *("heads.0", "heads.1"),
+        ],
+    ),
     "lists": (
         lambda: nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2)),
         ["0.0", "0.1", "1.0", "1.1"],  # a list itself is never called
@@ -253,6 +268,31 @@ def gathered_at_once(rank: int, world_size: int) -> float:
 
 def test_a_list_of_sequentials_is_not_gathered_as_a_whole() -> None:
     assert run_ranks(gathered_at_once, 2) == [pytest.approx(2 / 8, rel=0.02)] * 2
+
+
+def policy_and_reference(rank: int, world_size: int) -> tuple[float, bool]:
+    """How much of two models of one class is whole at once, and whether both train as alone."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({name: Stage(64, 6, 1) for name in ("policy", "reference")})
+    model = zshard.wrap(copy.deepcopy(plain))
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            with torch.no_grad():
+                expected = each["reference"](torch.ones(2, 64))
+            (each["policy"](torch.ones(2, 64)) - expected).square().sum().backward()
+    same = all(
+        torch.equal(zshard.full_grad(model, f"policy.{name}"), param.grad)
+        for name, param in plain["policy"].named_parameters()
+    )
+    whole = 4 * sum(param.numel() for param in model["policy"].parameters())
+    return zshard.memory(model)["peak"]["full_buffers"] / whole, same
+
+
+def test_of_two_models_of_one_class_no_more_blocks_are_whole_at_once_than_of_one() -> None:
+    for held, same in run_ranks(policy_and_reference, 2):
+        assert same
+        assert held < 0.6
 
 
 def of_another_width(rank: int, world_size: int) -> str:

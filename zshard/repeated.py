@@ -18,8 +18,12 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
     Containers inside containers are looked into, and a block is not; a repeated Sequential is a
     block itself where it holds layers alone, and none of its own. Of a stage of a net the blocks
-    are what its lists hold.
+    are what its lists hold. What an nn.ModuleDict around all has are models, of one class or not:
+    each is looked into as if it were alone.
     """
+    if type(model) is nn.ModuleDict:
+        members = model.named_children()
+        return [f"{name}.{path}" for name, member in members for path in repeated_blocks(member)]
 
     def within(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
         alike: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
