@@ -309,3 +309,21 @@ def test_what_a_rank_lacks_is_not_put_down_to_other_ranks(lack: Callable[[], Non
 )
 def test_errors_name_a_unit_and_a_step_only_where_there_is_one(tag: Tag, said: str) -> None:
     assert str(tag) == said
+
+
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_one_of_several_ranks_without_a_group_is_warned_of_being_wrapped_alone(
+    size: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert zshard.wrap(torch.nn.Linear(2, 2))(torch.ones(1, 2)).shape == (1, 2)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    if size == "1":
+        assert not warned
+    else:
+        assert len(warned) == 1 and "WORLD_SIZE=2" in warned[0]
+        assert "init_process_group before zshard.wrap" in warned[0]
+    monkeypatch.delenv("RANK")
+    zshard.wrap(torch.nn.Linear(2, 2))
+    assert len(caplog.records) == len(warned)

@@ -26,7 +26,7 @@ from .step.module_buffers import persistent_buffers
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
 from .transports.groups import require_backends
-from .transports.mesh import groups_of
+from .transports.mesh import groups_of, warn_if_alone
 from .transports.refusal import together
 from .transports.transport import Transport, meet_in_one_place
 from .unit import Unit
@@ -186,6 +186,7 @@ def wrap(
     schedule.unusable = unusable
     setattr(model, _SCHEDULE, schedule)
     other_optimizers.look_after()
+    warn_if_alone(mesh)
     hook = ModuleHook(partial(_before_load_state_dict, schedule))
     model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
     return model

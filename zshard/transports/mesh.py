@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,24 @@ def _require_one_order(mesh: DeviceMesh) -> None:
                 "torch sorts the ranks of a process group, so that replicas would hold other "
                 "shards than the mesh says. Order them alike, for instance ascending."
             )
+
+
+def warn_if_alone(mesh: dist.ProcessGroup | DeviceMesh | None) -> None:
+    """Say so in the log where one of several ranks has been wrapped as a rank alone.
+
+    A process that a launcher has started, and that has no process group, may be meant to be alone.
+    """
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if mesh is None and dist.group.WORLD is None and rank and size.isdecimal() and int(size) > 1:
+        logging.getLogger("zshard").warning(
+            "RANK=%s and WORLD_SIZE=%s, in the environment, say that this process is one of "
+            "several ranks, but there is no process group: the model is wrapped for this rank "
+            "alone, and each trains one of its own. Call torch.distributed.init_process_group "
+            "before zshard.wrap (or make transformers' TrainingArguments, or accelerate's "
+            "Accelerator, which do).",
+            rank,
+            size,
+        )
 
 
 def groups_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> Groups:
