@@ -10,6 +10,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -147,6 +148,21 @@ def test_copies_of_a_tied_weight_may_lie_in_other_orders(tmp_path: Path) -> None
     tied["b"].weight = tied["a"].weight
     zshard.load_weights(zshard.wrap(tied, units="model"), tmp_path / "whole")
     assert torch.equal(zshard.full_param(tied, "a.weight"), zshard.full_param(untied, "a.weight"))
+
+
+def loads_copies(rank: int, world_size: int, folder: str) -> bool:
+    untied, tied = (nn.ModuleDict({n: nn.Linear(9, 9, bias=False) for n in "ab"}) for _ in range(2))
+    untied.requires_grad_(False)["b"].weight.copy_(untied["a"].weight)
+    tied["b"].weight = tied["a"].weight
+    zshard.save(f"{folder}/a", zshard.wrap(untied, init="broadcast"))
+    zshard.load_weights(zshard.wrap(tied, init="broadcast"), f"{folder}/a")
+    return zshard.full_param(tied, "a.weight").equal(zshard.full_param(untied, "b.weight"))
+
+
+def test_copies_of_a_tied_weight_that_several_ranks_have_written_are_compared(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(loads_copies, 3, str(tmp_path)) == [True] * 3
 
 
 @pytest.mark.parametrize(
