@@ -202,3 +202,11 @@ def test_a_load_that_has_lost_a_rank_waits_for_none_again(
     with pytest.raises(zshard.CommError, match="rank 1 has ended"):
         zshard.load(tmp_path / "last", ours)
     assert len(stages) == 1
+
+
+def test_a_folder_that_another_job_makes_at_the_same_time_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once_before(monkeypatch, os, "mkdir", lambda folder, *_: os.makedirs(folder))
+    zshard.save(tmp_path / "run/last", model(), extra=1)
+    assert zshard.load(tmp_path / "run/last", model()).extra == 1
