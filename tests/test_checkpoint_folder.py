@@ -189,6 +189,15 @@ def test_a_checkpoint_that_is_another_for_one_rank_is_loaded_anew_by_all(tmp_pat
     run_ranks(replaced_as_it_is_read_by_one, 2, str(tmp_path))
 
 
+def test_of_a_link_by_the_name_of_remains_only_the_link_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/kept").write_text("")
+    link = tmp_path / f".a.{0:032x}.deleted"
+    link.symlink_to(tmp_path / "data")
+    zshard.save(tmp_path / "a", zshard.wrap(nn.Linear(2, 2)))
+    assert not link.is_symlink() and os.listdir(tmp_path / "data") == ["kept"]
+
+
 def loads_a_pipe(rank: int, size: int, folder: str, name: str) -> None:
     model = zshard.wrap(nn.Linear(2, 2))
     zshard.save(f"{folder}/a", model)
