@@ -125,8 +125,8 @@ def test_while_it_is_written_the_model_is_not_held(
     assert there == [None] * len(refs)
 
 
-def test_a_failure_is_kept_for_the_next_save_that_can_tell_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_is_logged_and_kept_for_the_next_save_that_can_tell_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, _ = started(0)
     with monkeypatch.context() as patch:
@@ -134,8 +134,13 @@ def test_a_failure_is_kept_for_the_next_save_that_can_tell_of_it(
         handle = zshard.save(tmp_path / "a", model, asynchronous=True)
         while not handle.done():
             time.sleep(0.01)
+    assert re.search("the asynchronous save failed: .*broken", caplog.text)
     with zshard.full_params(model), pytest.raises(zshard.StateError):
         zshard.save(tmp_path / "a", model)
+    hook = model.blocks[1].register_forward_hook(lambda *_: zshard.save(tmp_path / "a", model))
+    with pytest.raises(zshard.StateError, match="between steps"):
+        model(torch.randn(4, 3))
+    hook.remove()
     with pytest.raises(zshard.CheckpointError, match="broken"):
         zshard.save(tmp_path / "a", model)
     zshard.save(tmp_path / "a", model)
