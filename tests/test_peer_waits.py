@@ -196,6 +196,16 @@ def test_no_sum_asks_for_memory_after_wrap() -> None:
         assert before == after and total == [6.0]
 
 
+def of_several_pieces(rank: int, world_size: int) -> list[object]:
+    comm = schedule_of(zshard.wrap(nn.Linear(3, 2), comm="peer")).comm
+    return comm.all_gather_object(list(range(rank, 500_000)), Tag(None, "call"))
+
+
+def test_an_object_larger_than_the_mailbox_is_passed_in_pieces() -> None:
+    wanted = [list(range(rank, 500_000)) for rank in range(2)]
+    assert run_ranks(of_several_pieces, 2) == [wanted] * 2
+
+
 def waits_in_a_row(rank: int, world_size: int) -> str:
     """What rank 0 is told, which waits for rank 1, which has waited for rank 2 for too long."""
     neighbours = schedule_of(zshard.wrap(nn.Linear(3, 2), comm="peer")).comm.shards.neighbours
