@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -208,3 +209,32 @@ found = Processes(["rank 0"], [Life(os.getppid(), fd)])
 def test_processes_are_watched_as_long_as_a_script_may_communicate() -> None:
     done = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[] 1\n", "")
+
+
+def meets_late(rank: int, world_size: int) -> list[list[int]]:
+    processes._GRACE_SECONDS = 0.1
+    comm = Comm(None, _CPU, "group")
+    time.sleep(1.5 * rank)
+    return comm.all_gather_words([rank], _TAG)
+
+
+def test_a_rank_that_is_late_is_not_taken_for_one_that_has_ended() -> None:
+    assert run_ranks(meets_late, 2) == [[[0], [1]]] * 2
+
+
+def descriptors(rank: int, world_size: int) -> int:
+    """How many more files are open after models have come and gone."""
+    before = None
+    for _ in range(4):
+        zshard.wrap(torch.nn.Linear(2, 2))
+        gc.collect()
+        before = before or len(os.listdir("/proc/self/fd"))
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_models_that_are_gone_leave_no_files_open(
+    comm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZSHARD_COMM", comm)
+    assert max(run_ranks(descriptors, 2)) <= 0
