@@ -75,9 +75,8 @@ class PeerRanks(InMemoryRanks[SharedWindow]):
                 shard, lambda begin, rows: parts[:, begin : begin + rows.shape[1]].copy_(rows)
             )
             return None
-        with self.neighbours:
-            found[0].presence.arrive()
-            return _Gather(self, full, shard)
+        found[0].presence.arrive()
+        return _Gather(self, full, shard)
 
     def read(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """End a gather: wait until all lend their shards, and copy them."""
@@ -90,9 +89,8 @@ class PeerRanks(InMemoryRanks[SharedWindow]):
     def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
         """Lend ``packed``; ``chunks`` are the others', where they lie."""
         window, _ = self.find(packed)
-        with self.neighbours:
-            window.presence.arrive()
-            return _Arrivals(self.neighbours, window)
+        window.presence.arrive()
+        return _Arrivals(self.neighbours, window)
 
     def start_all_reduce(self, value: torch.Tensor, *, maximum: bool) -> Work | None:
         """Start summing ``value`` in rank order (or taking its maximum), in place."""

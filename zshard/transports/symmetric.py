@@ -86,15 +86,14 @@ class SymmetricRanks(InMemoryRanks[Window]):
         self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """Copy what every rank lends where this one lends ``shard`` (S,) into ``full`` (N * S,)."""
-        with self._attendance:
-            channel = _GATHERS
-            if self.arena.find(shard) is None:
-                channel, shard = _MAIL, self._mail(shard)
-            window, begin = self.find(shard)
-            self.arena.barrier(channel)
-            ops.gather_cast_(full.view(COPIED), window.shards(begin, shard.nbytes))
-            self.arena.barrier(channel)
-            self._read[shard.data_ptr()] = mark_here(self.device)
+        channel = _GATHERS
+        if self.arena.find(shard) is None:
+            channel, shard = _MAIL, self._mail(shard)
+        window, begin = self.find(shard)
+        self.arena.barrier(channel)
+        ops.gather_cast_(full.view(COPIED), window.shards(begin, shard.nbytes))
+        self.arena.barrier(channel)
+        self._read[shard.data_ptr()] = mark_here(self.device)
         return None
 
     def _mail(self, shard: torch.Tensor) -> torch.Tensor:
@@ -108,6 +107,5 @@ class SymmetricRanks(InMemoryRanks[Window]):
 
     def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
         """Lend ``packed``; what others lend is read where it lies, before ``release``."""
-        with self._attendance:
-            self.arena.barrier(_REDUCTIONS)
+        self.arena.barrier(_REDUCTIONS)
         return None
