@@ -110,9 +110,8 @@ def _by_value(values: Sequence[object], global_ranks: Sequence[int]) -> list[str
 
 
 def share_memory(tokens: Iterable[str]) -> bool:
-    """Whether the ranks that have offered ``tokens`` share memory with each other already."""
-    found = set(tokens)
-    return len(found) == 1 and "" not in found
+    """Whether the ranks that have offered ``tokens`` share one memory already, or all none."""
+    return len(set(tokens)) == 1
 
 
 def meet_in_one_place(ranks: Ranks) -> None:
