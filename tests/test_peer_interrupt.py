@@ -158,7 +158,7 @@ def interrupted_in_an_op(rank: int, world_size: int, op: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("op", ["pack_", "reduce_"])
+@pytest.mark.parametrize("op", ["gather_cast_", "pack_", "reduce_"])
 def test_an_interrupt_between_waits_is_told_at_once(op: str) -> None:
     ranks = run_ranks(interrupted_in_an_op, 2, op, timeout=30)
     assert ranks[VICTIM][0].startswith("KeyboardInterrupt")
