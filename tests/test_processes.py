@@ -21,7 +21,7 @@ from test_symmetric import Double, take
 import zshard
 from zshard.comm import Comm
 from zshard.tag import Tag
-from zshard.transports import groups, processes
+from zshard.transports import discovery, groups, processes
 from zshard.transports.groups import Ranks
 from zshard.transports.messages import Together
 from zshard.transports.processes import Life, Processes
@@ -222,9 +222,11 @@ def test_a_rank_that_is_late_is_not_taken_for_one_that_has_ended() -> None:
     assert run_ranks(meets_late, 2) == [[[0], [1]]] * 2
 
 
-def descriptors(rank: int, world_size: int) -> int:
+def descriptors(rank: int, world_size: int, out_of_reach: bool) -> int:
     """How many more files are open after models have come and gone."""
     before = None
+    if out_of_reach:
+        discovery._check = lambda _: "another one"
     for _ in range(4):
         zshard.wrap(torch.nn.Linear(2, 2))
         gc.collect()
@@ -232,9 +234,9 @@ def descriptors(rank: int, world_size: int) -> int:
     return len(os.listdir("/proc/self/fd")) - before
 
 
-@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("reach", ["group", "auto", "none"])
 def test_models_that_are_gone_leave_no_files_open(
-    comm: str, monkeypatch: pytest.MonkeyPatch
+    reach: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ZSHARD_COMM", comm)
-    assert max(run_ranks(descriptors, 2)) <= 0
+    monkeypatch.setenv("ZSHARD_COMM", "group" if reach == "group" else "auto")
+    assert max(run_ranks(descriptors, 2, reach == "none")) <= 0
