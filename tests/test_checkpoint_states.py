@@ -92,6 +92,13 @@ def test_a_users_state_of_another_length_is_refused(tmp_path: Path, length: int)
         zshard.save(tmp_path / "a", model, optimizer)
 
 
+def test_an_option_that_is_more_than_a_number_is_refused(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "scale": torch.ones(1)}], lr=0.1)
+    with pytest.raises(zshard.InputError, match=r"param_groups\[0\]\['scale'\] is a Tensor"):
+        zshard.save(tmp_path / "a", model, optimizer)
+
+
 def test_options_keep_their_types(tmp_path: Path) -> None:
     model = zshard.wrap(nn.Linear(4, 3))
     saved, into = (
