@@ -11,11 +11,13 @@ from pathlib import Path
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankFailure, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
+from zshard.transports.per_group import per_group
 from zshard.wrap import schedule_of
 
 
@@ -106,6 +108,21 @@ def outlives(rank: int, world_size: int) -> list[bool]:
 
 def test_one_of_them_may_be_deleted_at_another_time_on_every_rank() -> None:
     assert run_ranks(outlives, 3, timeout=30) == [[True] * 3] * 3
+
+
+def leaves(rank: int, world_size: int, number: int) -> tuple[str, str]:
+    """Where a rank has given up that an exception took out of a collective of one of the two."""
+    models = pair("peer", "group")
+    comms = [schedule_of(model).comm for model in models]
+    comms[number].give_up(KeyboardInterrupt, "a test")
+    assert comms[0].shards.neighbours is comms[1].shards.neighbours is not None
+    return comms[0].shards.neighbours.failed, per_group(dist.group.WORLD).standing.failed
+
+
+def test_a_rank_that_has_left_one_of_the_group_has_left_the_memory_too() -> None:
+    why = "KeyboardInterrupt was raised in it during a test"
+    assert run_ranks(leaves, 2, 0) == [(why, "")] * 2
+    assert run_ranks(leaves, 2, 1) == [(why, why)] * 2
 
 
 def dies(rank: int, world_size: int, first: str, second: str, at: object, folder: str) -> None:
