@@ -102,10 +102,9 @@ def _map(path: str, part: int, ranks: Ranks) -> torch.Tensor:
             os.posix_fallocate(opened, ranks.rank * part + begin, min(_PIECE, part - begin))
     finally:
         os.close(opened)
-    with torch.inference_mode(False):  # it outlives a first use there
-        nbytes = part * ranks.size
-        memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
-        return memory.view(ranks.size, part)
+    nbytes = part * ranks.size
+    memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
+    return memory.view(ranks.size, part)
 
 
 def _refuse(who: str, problem: str, part: int, size: int) -> NoReturn:
