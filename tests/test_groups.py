@@ -11,6 +11,8 @@ from ranks import run_ranks
 from steps import all_by_messages, build, one_step
 
 import zshard
+from zshard.comm import Comm
+from zshard.tag import Tag
 from zshard.transports.messages import Messenger
 
 
@@ -53,3 +55,19 @@ def test_ranks_of_one_host_broadcast_and_those_of_several_send_messages() -> Non
 def test_what_is_gathered_after_a_step_is_left_to_gloo_on_several_hosts_too() -> None:
     for used in run_ranks(ways, 2, "zero2", 2):
         assert set(used) == {"distributed.broadcast", "Messenger.all_to_all"}
+
+
+def gathered(rank: int, world_size: int, hosts: int) -> list[list[int]]:
+    """A gather of large rows, from a shard that lies apart and from one in its place."""
+    all_by_messages(rank % hosts)
+    comm, shard = Comm(None, torch.device("cpu"), "group"), torch.full((64,), rank + 1).byte()
+    apart, inside = (torch.zeros(world_size, 64, dtype=torch.uint8) for _ in range(2))
+    inside[rank] = shard
+    for full, own in ((apart, shard), (inside, inside[rank])):
+        comm.all_gather(full.view(-1), own, Tag(None, "gather")).wait()
+    return [full.unique(dim=1).flatten().tolist() for full in (apart, inside)]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_large_rows_come_whole_from_wherever_they_lie(hosts: int) -> None:
+    assert run_ranks(gathered, 3, hosts) == [[[1, 2, 3]] * 2] * 3
