@@ -258,20 +258,21 @@ def test_a_forked_child_that_needs_nobody_computes() -> None:
     assert run_ranks(forked_alone, 1, group=False) == [["", ""]]
 
 
-def more_than_most(rank: int, world_size: int) -> tuple[bool, str]:
-    transport._MOST_RANKS = 2
-    chosen = zshard.wrap(torch.nn.Linear(4, 4), comm="auto")
+def more_than_most(rank: int, world_size: int) -> tuple[list[str], str]:
+    chosen = []
+    for transport._MOST_RANKS in (3, 2):
+        chosen.append(transport_of(zshard.wrap(torch.nn.Linear(4, 4), comm="auto")))
     with pytest.raises(zshard.WrapError) as refused:
         zshard.wrap(torch.nn.Linear(4, 4), comm="peer")
-    return transport_of(chosen) == "peer", str(refused.value)
+    return chosen, str(refused.value)
 
 
 @pytest.mark.usefixtures("auto")
 def test_more_ranks_than_can_read_each_other_take_the_group() -> None:
     ops = (Path(__file__).parents[1] / "csrc" / "ops.h").read_text()
     assert f"kMaxPeers = {transport._MOST_RANKS};" in ops
-    for in_memory, refused in run_ranks(more_than_most, 3):
-        assert not in_memory
+    for chosen, refused in run_ranks(more_than_most, 3):
+        assert chosen == ["peer", "group"]
         assert "3 ranks, where 2 is the most" in refused
 
 
