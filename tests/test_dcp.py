@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from sides import PRECISIONS, RATE, STEP, Side, differs, load_sides, plain, save_sides, value_of
 from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import zshard
 from zshard.transports import peer
@@ -205,6 +206,18 @@ def test_a_model_without_values_is_neither_saved_nor_loaded(tmp_path: Path) -> N
     dcp.save({"model": whole.state_dict()}, checkpoint_id=tmp_path)
     with pytest.raises(dcp.api.CheckpointException, match=r"checkpoint\.load is refused"):
         dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path)
+
+
+def test_a_box_of_a_split_master_is_written_by_copies_alone() -> None:
+    model = Side("blocks", precision="split").model()
+    weight = model.inlet.weight
+    (chunk,) = weight.__create_chunk_list__()
+    box = weight.__get_tensor_shard__(MetadataIndex("inlet.weight", chunk.offsets))
+    with pytest.raises(zshard.StateError, match="of a split master: only copy_ writes to it"):
+        box.add_(1)
+    wanted = value_of("another", weight.shape)
+    box.copy_(wanted)
+    assert torch.equal(zshard.full_param(model, "inlet.weight"), wanted)
 
 
 def gradients_loaded(rank: int, world_size: int, folder: Path) -> tuple[float, float, float]:
