@@ -85,11 +85,9 @@ class File:
             os.fsync(self.descriptor)
 
     def close(self) -> None:
-        """Close it; the second time does nothing."""
-        if self.descriptor >= 0:
-            descriptor, self.descriptor = self.descriptor, -1
-            with _names(self.path):
-                os.close(descriptor)
+        """Close it, once."""
+        with _names(self.path):
+            os.close(self.descriptor)
 
     def __enter__(self) -> File:
         return self
