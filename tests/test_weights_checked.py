@@ -231,3 +231,18 @@ def test_an_export_in_another_dtype_leaves_whole_numbers_as_they_are(tmp_path: P
     stored = load_file(tmp_path / "a/model.safetensors")
     assert stored["weight"].dtype == torch.bfloat16
     assert stored["position"].dtype == torch.int64 and stored["position"].tolist() == [0, 257]
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = zshard.wrap(nn.Linear(3, 3))
+    zshard.export(tmp_path / "a", model)
+    with pytest.raises(zshard.InputError, match=r"rename makes two tensors of .* 'weight'"):
+        zshard.load_weights(model, tmp_path / "a", rename=lambda name: "weight")
+
+
+def test_what_strict_does_not_refuse_is_not_put_down_to_it(tmp_path: Path) -> None:
+    zshard.save(tmp_path / "a", zshard.wrap(nn.Linear(3, 3, bias=False)))
+    for model, told in ((nn.Linear(3, 4, bias=False), False), (nn.Linear(3, 3), True)):
+        with pytest.raises(zshard.CheckpointError, match="does not fit") as error:
+            zshard.load(tmp_path / "a", zshard.wrap(model))
+        assert ("(strict=False allows" in str(error.value)) == told
