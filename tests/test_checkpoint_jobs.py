@@ -210,3 +210,22 @@ def test_a_folder_that_another_job_makes_at_the_same_time_is_no_error(
     once_before(monkeypatch, os, "mkdir", lambda folder, *_: os.makedirs(folder))
     zshard.save(tmp_path / "run/last", model(), extra=1)
     assert zshard.load(tmp_path / "run/last", model()).extra == 1
+
+
+def test_a_load_of_what_is_replaced_faster_than_it_is_read_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, looks = model(), []
+    zshard.save(tmp_path / "last", ours)
+
+    def cut(*_: object) -> None:
+        looks.append(1)
+        assert len(looks) < 5
+        zshard.save(tmp_path / "last", ours)
+        raise zshard.CheckpointError("was cut short")
+
+    monkeypatch.setattr(loading, "_ATTEMPTS", 3)
+    monkeypatch.setattr(loading, "check_files", cut)
+    with pytest.raises(zshard.CheckpointError, match="was cut short"):
+        zshard.load(tmp_path / "last", ours)
+    assert len(looks) == 3
