@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zshard
-from zshard.checkpoint import catalogue, inspect
+from zshard.checkpoint import catalogue, files, inspect
 from zshard.checkpoint.peers import Peers
 
 loading = importlib.import_module("zshard.checkpoint.load")  # not the function of that name
@@ -229,3 +229,22 @@ def test_a_load_of_what_is_replaced_faster_than_it_is_read_ends(
     with pytest.raises(zshard.CheckpointError, match="was cut short"):
         zshard.load(tmp_path / "last", ours)
     assert len(looks) == 3
+
+
+def test_what_a_save_may_have_to_put_back_is_not_removed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = model(), model()
+    zshard.save(tmp_path / "a", ours, extra="old")
+    sync, others = files.sync_folder, [lambda: zshard.save(tmp_path / "b", theirs)]
+
+    def fails_behind_another_job(folder: str) -> None:
+        if others and (tmp_path / ".a.replaced").exists():
+            others.pop()()
+            raise zshard.CheckpointError("it broke")
+        sync(folder)
+
+    monkeypatch.setattr(files, "sync_folder", fails_behind_another_job)
+    with pytest.raises(zshard.CheckpointError, match="it broke"):
+        zshard.save(tmp_path / "a", ours, extra="new")
+    assert zshard.load(tmp_path / "a", ours).extra == "old" and not others
