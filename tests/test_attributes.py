@@ -81,6 +81,13 @@ def test_a_model_may_be_moved_to_where_it_is(
     assert all(torch.equal(value, values[n]) for n, value in zshard.state_dict(model).items())
 
 
+def test_a_parameter_by_itself_is_not_moved_into_a_graph() -> None:
+    weight = zshard.wrap(nn.Linear(3, 2)).weight
+    with pytest.raises(zshard.StateError, match="weight: dtype and device cannot change"):
+        weight.to("cpu:0")
+    assert weight.is_leaf and weight.grad_fn is None
+
+
 OWN = ["flat", "fqn", "local", "local_numel", "segment"]
 
 

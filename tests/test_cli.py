@@ -15,8 +15,10 @@ from train_command import TINY
 
 import zshard
 from zshard import cli
-from zshard.training.job import Job, Place
-from zshard.training.launch import InterruptedJob
+from zshard.errors import InputError
+from zshard.training import launch as launcher
+from zshard.training.job import STOPPED, Job, Place
+from zshard.training.launch import BAD_INPUT, LOST_PEER, InterruptedJob
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -49,6 +51,42 @@ def test_how_a_command_fails_is_in_its_exit_status(
 
 def test_what_a_command_returns_is_its_exit_status() -> None:
     assert [cli._report(lambda given=given: given, "zshard") for given in (None, 0, 1)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("told", "statuses", "end"),
+    [
+        (False, {}, 0),
+        (True, {}, 0),  # too late: all had ended well
+        (False, {0: STOPPED, 1: STOPPED}, STOPPED),
+        (True, {0: -signal.SIGTERM, 1: LOST_PEER}, "ended by SIGTERM, and nothing was saved"),
+        (False, {1: -signal.SIGTERM}, "ended by SIGTERM, and nothing was saved"),
+        (False, {0: -signal.SIGTERM, 1: LOST_PEER}, "rank 1 ended with exit status 3"),
+        (True, {0: LOST_PEER}, "rank 0 ended with exit status 3"),
+        (True, {0: STOPPED, 1: 1}, "rank 0 ended with exit status"),
+        (False, {0: LOST_PEER, 1: BAD_INPUT}, "rank 1 ended with exit status 2"),
+    ],
+)
+def test_how_a_job_has_ended_is_told_by_how_its_ranks_have(
+    told: bool, statuses: dict[int, int], end: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(ranks: int, arguments: list[str]) -> dict[int, int]:
+        if told:
+            signal.raise_signal(signal.SIGTERM)
+        return statuses
+
+    monkeypatch.setattr(launcher, "_run_agent", run)
+    monkeypatch.setattr(launcher, "_children", list)
+    try:
+        assert launcher.launch(2, ["train"]) == end
+    except zshard.Error as error:
+        assert str(end) in str(error)
+        assert isinstance(error, InputError) == (BAD_INPUT in statuses.values())
+    finally:
+        ignored = signal.signal(signal.SIGTERM, before)
+    assert ignored == signal.SIG_IGN  # the process's exit status says how it was
 
 
 class Started:

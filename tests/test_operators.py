@@ -225,7 +225,8 @@ def test_a_number_is_put_where_a_mask_is_true_and_a_mask_of_rows_is_refused() ->
     model = zshard.wrap(copy.deepcopy(plain))
     for of in (plain, model):
         with torch.no_grad():
-            of.weight[of.weight < 0] = 0.5
+            of.weight[of.weight < 0] = 0.75
+            of.weight.masked_fill_(of.weight > 0.5, torch.tensor(0.25))
     assert torch.equal(zshard.full_param(model, "weight"), plain.weight)
     for no_mask in (model.bias > -9.0, (model.weight > 0).to(torch.uint8)):
         with torch.no_grad(), pytest.raises(zshard.ShardedAccessError, match="weight"):
