@@ -157,8 +157,8 @@ def gathered(
     transfers: dict[str, tuple[str, float, float, float]],
     stalls: list[tuple[str, float, float]],
     end: float,
-) -> tuple[list[Placed], list[Placed]]:
-    """The row and the critical path of one forward.
+) -> Trace:
+    """One forward.
 
     Args:
         transfers: unit -> lane, issued, returned, ended; stalls: for which unit, began, ended.
@@ -178,21 +178,25 @@ def gathered(
         recorder.end_stall(stall)
     clock.at = end
     recorder.end(linger=False)
-    trace = Trace(recorder, rank=0, world=2, units=("root", *transfers), model="Model")
-    row = pieces(trace)
-    return tuple([piece[:4] for piece in each] for each in (row, critical_path(trace, row)))
+    return Trace(recorder, rank=0, world=2, units=("root", *transfers), model="Model")
+
+
+def path_of(trace: Trace) -> list[Placed]:
+    return [piece[:4] for piece in critical_path(trace, pieces(trace))]
 
 
 def test_a_transfer_is_held_up_by_the_last_one_on_its_lane_that_ended_before_it() -> None:
     ends = [("wait", "root", 8.0, 9.0)]
     a_b_c = {"a": ("gather", 0.0, 0.0, 6.0), "b": ("gather", 1.0, 1.0, 2.0)}
     a_b_c["c"] = ("gather", 3.0, 3.0, 8.0)
-    _, path = gathered(a_b_c, [("c", 4.0, 9.0)], 9.0)
-    assert path == [("gather", "a", 0.0, 6.0), ("gather", "c", 6.0, 8.0), *ends]
+    trace = gathered(a_b_c, [("c", 4.0, 9.0)], 9.0)
+    assert path_of(trace) == [("gather", "a", 0.0, 6.0), ("gather", "c", 6.0, 8.0), *ends]
+    assert [each.began for each in trace.transfers] == [0.0, 1.0, 6.0]
     at_once = {"a": ("gather", 0.0, 0.0, 8.0), "c": ("gather", 3.0, 3.0, 8.0)}
-    assert gathered(at_once, [("c", 4.0, 9.0)], 9.0)[1] == [("gather", "a", 0.0, 8.0), *ends]
+    trace = gathered(at_once, [("c", 4.0, 9.0)], 9.0)
+    assert path_of(trace) == [("gather", "a", 0.0, 8.0), *ends]
     as_issued = at_once | {"a": ("gather", 0.0, 0.0, 3.0)}
-    assert gathered(as_issued, [("c", 4.0, 9.0)], 9.0)[1] == [
+    assert path_of(gathered(as_issued, [("c", 4.0, 9.0)], 9.0)) == [
         ("forward", "root", 0.0, 3.0),  # the lane was free when it came
         ("gather", "c", 3.0, 8.0),
         *ends,
@@ -201,7 +205,7 @@ def test_a_transfer_is_held_up_by_the_last_one_on_its_lane_that_ended_before_it(
 
 def test_the_way_back_from_a_transfer_goes_on_before_its_issue_not_in_a_stall_behind_it() -> None:
     transfers = {"a": ("reduce", 1.0, 1.0, 7.0), "b": ("gather", 4.0, 5.0, 9.0)}
-    assert gathered(transfers, [("a", 5.0, 7.0), ("b", 7.0, 9.0)], 9.0)[1] == [
+    assert path_of(gathered(transfers, [("a", 5.0, 7.0), ("b", 7.0, 9.0)], 9.0)) == [
         ("forward", "root", 0.0, 4.0),
         ("issue", "b", 4.0, 5.0),
         ("gather", "b", 5.0, 9.0),
@@ -209,8 +213,34 @@ def test_the_way_back_from_a_transfer_goes_on_before_its_issue_not_in_a_stall_be
 
 
 def test_a_stall_that_took_no_time_is_no_piece() -> None:
-    row, path = gathered({"a": ("gather", 0.0, 0.0, 1.0)}, [("a", 2.0, 2.0)], 4.0)
-    assert row == path == [("forward", "root", 0.0, 4.0)]
+    trace = gathered({"a": ("gather", 0.0, 0.0, 1.0)}, [("a", 2.0, 2.0)], 4.0)
+    row = [piece[:4] for piece in pieces(trace)]
+    assert row == path_of(trace) == [("forward", "root", 0.0, 4.0)]
+
+
+def test_a_transfer_does_not_end_before_its_issue_though_its_clock_be_another_one() -> None:
+    (transfer,) = gathered({"a": ("gather", 2.0, 1.0, 1.0)}, [], 4.0).transfers
+    assert transfer.issued == transfer.returned == transfer.began == transfer.ended == 2.0
+
+
+def test_a_backward_ends_with_its_own_unit_or_with_whatever_leaves_all() -> None:
+    clock = ByHand()
+    recorder = Recorder(clock)
+    recorder.enter("backward", "a")
+    for clock.at, unit in ((1.0, "b"), (2.0, "a")):
+        recorder.end_backward(unit)
+    recorder.enter("backward", "b")
+    clock.at = 3.0
+    recorder.leave_all()
+    recorder.resume_backward("root")
+    clock.at = 4.0
+    recorder.end(linger=False)
+    trace = Trace(recorder, rank=0, world=2, units=("root", "a", "b"), model="Model")
+    assert [(*each, each.began, each.ended) for each in (*trace.events, *trace.spans)] == [
+        ("backward", "a", 0.0, 2.0),
+        ("backward", "b", 2.0, 3.0),
+        ("backward", "root", 3.0, 4.0),
+    ]
 
 
 def test_communication_counts_once_and_is_exposed_while_compute_stands_still() -> None:
