@@ -63,6 +63,27 @@ def test_a_penalty_on_weights_is_told_where_it_has_a_graph() -> None:
     assert not zshard.full_param(model, "weight").requires_grad
 
 
+class Helped(nn.Linear):
+    def penalty(self) -> Tensor:
+        return self._sum()
+
+    def _sum(self) -> Tensor:
+        return self.weight.square().sum()
+
+
+def test_the_method_that_gathers_is_named_not_a_private_one_that_it_calls() -> None:
+    model = zshard.wrap(Helped(3, 5))
+    with pytest.raises(zshard.ShardedAccessError, match=r"The model's penalty\(\) uses it"):
+        model.penalty()
+
+
+def test_in_the_closure_of_an_optimizer_the_advice_is_the_scripts_not_the_optimizers() -> None:
+    model = zshard.wrap(nn.Linear(3, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(zshard.ShardedAccessError, match="A penalty on weights, for a loss"):
+        optimizer.step(lambda: model.weight.square().sum())
+
+
 @pytest.mark.parametrize("change", ["abs_", "sign_", "gt_", "copysign_", "heaviside_", "clamp_"])
 def test_elementwise_operations_in_place_change_the_slices(change: str) -> None:
     torch.manual_seed(0)
