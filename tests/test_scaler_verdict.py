@@ -332,3 +332,16 @@ def test_the_norm_of_huge_gradients_is_right_once_they_are_unscaled() -> None:
     for norms in run_ranks(huge, 2):
         for scaled, unscaled in zip(norms[::2], norms[1::2], strict=True):
             torch.testing.assert_close(scaled, unscaled, rtol=1e-6, atol=0)
+
+
+def test_gradients_that_a_clip_by_an_overflowed_norm_has_made_nan_are_not_stepped_with() -> None:
+    model = zshard.wrap(nn.Linear(3, 2, dtype=torch.float64))
+    before = zshard.state_dict(model)
+    optimizer, scaler = zshard.SGD(model.parameters(), lr=1.0), zshard.GradScaler("cpu", 1.0)
+    loss = model(torch.ones(1, 3, dtype=torch.float64)).sum() * 1e200
+    scaler.scale(loss).backward()
+    assert zshard.clip_grad_norm_(model, float("inf")).isinf()  # the factor is inf / inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 0.5
+    assert all(torch.equal(value, before[n]) for n, value in zshard.state_dict(model).items())
