@@ -137,7 +137,7 @@ def test_one_rank_with_bf16_accumulation_and_checkpointing_learns(
     [
         (["--data", "no/such/place"], "no such file or folder"),
         (["--data", "EMPTY"], "no files found"),
-        (["--data", "SHORT"], "99 bytes of text in 1 file are too few"),
+        (["--data", "SHORT"], "too little text, 99 bytes in 1 file: with"),
         (["--width", "50"], "width=50 is not a multiple of .* = 12: .*try width=60"),
         (["--steps", "0"], "--steps 0: it has to be 1 or more"),
         (["--lr", "nan"], "--lr nan: it has to be above 0"),

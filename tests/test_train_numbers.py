@@ -56,7 +56,7 @@ def test_the_last_twentieth_of_a_text_is_held_out_and_not_trained_on(tmp_path: P
 def test_the_shortest_text_is_a_sequence_for_each_part_and_every_window_is_drawn(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(InputError, match=r"33 bytes of text in 1 file are too few: .* 34 bytes"):
+    with pytest.raises(InputError, match=r"too little text, 33 bytes in 1 file: .* 34 bytes"):
         corpus_of(33, 16, tmp_path)
     where = {"seed": 0, "step": 0, "micro_step": 0, "rank": 0}
     for spare in range(3):

@@ -89,9 +89,9 @@ def check_size(
     least = 2 * (sequence + 1)  # each a sequence and the target after its last byte
     if size < least:
         raise InputError(
-            f"{counted(size, 'byte')} of text in {counted(files, 'file')} are too few: with "
-            f"--seq {sequence}, training and validation need {least} bytes; name more text with "
-            "--data or lower --seq"
+            f"too little text, {counted(size, 'byte')} in {counted(files, 'file')}: with --seq "
+            f"{sequence}, training and validation need {least} bytes; name more text with --data "
+            "or lower --seq"
         )
 
 
