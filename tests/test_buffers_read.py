@@ -46,3 +46,15 @@ def test_a_state_dict_on_all_ranks_has_rank_0s_buffers() -> None:
     first, second = run_ranks(whole, 2)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def written_through_data(rank: int, world_size: int) -> Tensor:
+    model = zshard.wrap(nn.BatchNorm1d(3)).eval()
+    model(torch.ones(2, 3))
+    model.running_mean.data.fill_(rank)
+    return zshard.state_dict(model, all_ranks=True)["running_mean"]
+
+
+def test_a_state_dict_on_all_ranks_has_rank_0s_buffers_where_a_write_cannot_be_noticed() -> None:
+    first, second = run_ranks(written_through_data, 2)
+    assert torch.equal(first, second)
