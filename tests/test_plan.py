@@ -261,7 +261,7 @@ def test_a_plan_checks_the_model_that_it_was_made_for_and_no_other(strategy: str
         assert "gradients of the model: 0 bytes" in early and "after a step" in early
         assert now == ""
         assert "for 3 ranks, and the model is sharded over 2" in world
-        assert "the plan has 1 units" in units
+        assert "the plan has 1 unit," in units
         assert "master of unit 'root'" in precision
         assert "optimizer of the model" in optimizer and "planned 0" in optimizer
 
