@@ -295,6 +295,22 @@ def test_of_two_models_of_one_class_no_more_blocks_are_whole_at_once_than_of_one
         assert held < 0.6
 
 
+def normalised_at_a_member(rank: int, world_size: int) -> torch.Tensor:
+    """What a member of a ModuleDict gives on every rank that has parameters in blocks alone."""
+    members = {
+        name: nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4), nn.Linear(4, 4))
+        for name in "ab"
+    }
+    model = zshard.wrap(nn.ModuleDict(members), init="broadcast")
+    model["a"](torch.full((2, 4), float(rank))).sum().backward()
+    return model.eval()["a"](torch.ones(1, 4)).detach()
+
+
+def test_buffers_of_a_member_that_has_no_parameters_beside_its_blocks_are_rank_0s() -> None:
+    first, second = run_ranks(normalised_at_a_member, 2)
+    assert torch.equal(first, second)
+
+
 def of_another_width(rank: int, world_size: int) -> str:
     """What is said of a second stage that on one rank is wider, so that the map is another."""
     width = 3 + 3 * rank

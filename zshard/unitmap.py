@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -110,7 +110,8 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
                 f"units: {spec.name!r} is a {type(spec.module).__name__}, which has no forward to "
                 "gather it for. Make its members units, or the module around it."
             )
-    return _without_empty(specs)
+    have_state = {home[name] for name, module in modules.items() if _has_persistent(module)}
+    return _without_empty(specs, have_state)
 
 
 def owned_parameters(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[Owned]:
@@ -132,7 +133,8 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     modules = dict(model.named_modules())
     if units is None:
         blocks = set(repeated_blocks(model))
-        rest = [name for name, _ in model.named_parameters() if blocks.isdisjoint(_around(name))]
+        held = (*model.named_parameters(), *model.named_buffers())
+        rest = [name for name, _ in held if blocks.isdisjoint(_around(name))]
         members = {m for m in _members(model) if any(name.startswith(f"{m}.") for name in rest)}
         return [name for name in modules if name in members or name in blocks]
     if units == "model":
@@ -185,9 +187,21 @@ def _members(model: nn.Module, prefix: str = "") -> list[str]:
     return [name for path, child in children for name in _members(child, f"{prefix}{path}.")]
 
 
-def _without_empty(specs: list[UnitSpec]) -> list[UnitSpec]:
-    """``specs`` without units that own nothing; the root stays, since its hooks frame a step."""
-    kept = [i for i, spec in enumerate(specs) if i == 0 or spec.params]
+def _has_persistent(module: nn.Module) -> bool:
+    """Whether ``module`` itself has persistent buffers."""
+    return any(
+        buffer is not None and name not in module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items()
+    )
+
+
+def _without_empty(specs: list[UnitSpec], have_state: Container[int]) -> list[UnitSpec]:
+    """``specs`` without units that own nothing; the root stays, since its hooks frame a step.
+
+    Args:
+        have_state: indices of those that have persistent buffers, which their forward broadcasts.
+    """
+    kept = [i for i, spec in enumerate(specs) if i == 0 or spec.params or i in have_state]
     index = {old: new for new, old in enumerate(kept)}
 
     def parent(i: int) -> int | None:
