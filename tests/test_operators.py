@@ -232,6 +232,14 @@ def test_what_a_functions_backward_reads_of_a_unit_that_is_done_is_told_to_be_sa
         loss.backward()
 
 
+def test_a_hook_that_looks_at_a_weight_in_a_backward_is_told_to_look_between_steps() -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), units="layer")
+    model[0].register_full_backward_hook(lambda *_: print(model[1].weight @ torch.ones(3)))
+    loss = model(torch.ones(2, 3, requires_grad=True)).sum()
+    with pytest.raises(zshard.ShardedAccessError, match=r"as a hook, .* with zshard\.full_param"):
+        loss.backward()
+
+
 def test_a_tied_weight_outside_its_unit_is_not_told_that_its_user_may_be_one() -> None:
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight

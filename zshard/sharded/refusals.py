@@ -31,6 +31,8 @@ WHOLE_TENSORS = (
     "zshard.full_params(model, write=True)."
 )
 
+_LOOKS_AT = "What only looks at values, as a hook, can do so between steps, with zshard.full_param."
+
 
 def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
     """Raise a ShardedAccessError that says what to do instead of ``name``.
@@ -141,13 +143,14 @@ def _remedy(param: Sharded) -> str:
         return (
             "In a backward the modules hold shards again once their unit has all its gradients: an "
             "autograd.Function that needs weights there takes them as inputs of apply(), and "
-            f"saves them (ctx.save_for_backward). In a forward that is recomputed there, it {unit}."
+            f"saves them (ctx.save_for_backward). {_LOOKS_AT} In a forward that is recomputed "
+            f"there, it {unit}."
         )
     if state is not TrainingState.IDLE:
         return (
             f"It {unit}. Or else {label!r} was called past its forward: module(...), not "
             "module.forward(...), gathers. Its other methods work where it is no unit (units=). "
-            "What only looks at values, as a hook, can do so between steps, with zshard.full_param."
+            f"{_LOOKS_AT}"
         )
     if method := _method_at_work(param.flat.schedule.root.module):
         return (
