@@ -5,6 +5,8 @@ So is a model that one of its methods calls.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -234,3 +236,23 @@ def test_what_a_unit_reads_of_another_without_sharing_it_is_not_called_shared() 
     models = zshard.wrap(nn.ModuleDict({"a": layer, "b": Reading(layer)}))
     with pytest.raises(zshard.ShardedAccessError, match="outside the module of its unit 'a'"):
         models["b"](torch.ones(5, 4))
+
+
+def gathers_of_members(rank: int, world_size: int) -> list[int]:
+    """In each step of two models of blocks: the first goes from meeting to meeting."""
+    torch.manual_seed(0)
+    members = {name: nn.Sequential(nn.LayerNorm(4), Part(), Part()) for name in "ab"}
+    model = zshard.wrap(nn.ModuleDict(members))
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    gathers = [0]
+    for _ in range(3):
+        (model["a"](torch.ones(2, 4)) + model["b"](torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gathers.append(zshard.stats(model).calls["all_gather"])
+    return [after - before for before, after in pairwise(gathers)]
+
+
+def test_the_units_inside_it_are_gathered_once_a_forward_in_every_step() -> None:
+    for steps in run_ranks(gathers_of_members, 2):
+        assert steps == [2 * 6] * 3

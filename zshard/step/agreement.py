@@ -84,8 +84,8 @@ class Agreement:
         mine = Message(self.number, intent, about=checksum(about), trained=checksum(names))
         mine = mine.telling(tally)._replace(buffers=int(buffers), inside=len(self._cut))
         messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
-        if self._pass.to_be_learned:
-            self._learn()
+        if self._pass.to_be_learned and self._pass.key[:1] != (Intent.ALONE,):
+            self._learn()  # a forward of one unit ends before those inside it are gathered
         if intent.same_about and len({message.about for message in messages}) > 1:
             self.forgo_learning()
             refuse(self._comm, label)
