@@ -114,9 +114,9 @@ def wrap(
         InputError: an argument that cannot be used, or an ``init_fn`` that does what cannot work.
             (If ``init_fn`` replaced anything before it raised, build the model anew.)
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
-            not of a floating-point dtype, non-persistent buffers on the meta device without an
-            ``init_fn``, persistent ones that are sparse on several ranks; for "peer", a rank out of
-            reach or without memory to share.
+            not of a floating-point dtype, or with another ``grad_dtype``, non-persistent buffers on
+            the meta device without an ``init_fn``, persistent ones that are sparse on several
+            ranks; for "peer", a rank out of reach or without memory to share.
         MismatchError: on every rank, if the ranks' models, options or transports differ.
         CommError: if a rank cannot be reached any more; then the model may be half wrapped.
 
