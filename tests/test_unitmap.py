@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zshard
-from zshard.unitmap import unit_names
+from zshard.unitmap import unit_map, unit_names
 
 
 def layers(*, norm: bool = False) -> nn.Sequential:
@@ -309,6 +309,16 @@ def normalised_at_a_member(rank: int, world_size: int) -> torch.Tensor:
 def test_buffers_of_a_member_that_has_no_parameters_beside_its_blocks_are_rank_0s() -> None:
     first, second = run_ranks(normalised_at_a_member, 2)
     assert torch.equal(first, second)
+
+
+def test_a_module_of_buffers_alone_is_no_unit_where_the_root_is_called() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    for model, units in (
+        (layers, ["", "0"]),
+        (nn.ModuleDict({"a": layers}), ["", "a", "a.0"]),  # whose forward broadcasts them
+    ):
+        specs = unit_map(model, (nn.Linear, nn.BatchNorm1d, nn.Sequential), ())
+        assert [spec.name for spec in specs] == units
 
 
 def of_another_width(rank: int, world_size: int) -> str:

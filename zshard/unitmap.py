@@ -110,7 +110,9 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
                 f"units: {spec.name!r} is a {type(spec.module).__name__}, which has no forward to "
                 "gather it for. Make its members units, or the module around it."
             )
-    have_state = {home[name] for name, module in modules.items() if _has_persistent(module)}
+    members = set(_members(model))
+    called = [i for i, spec in enumerate(specs) if spec.name in members]
+    have_state = {i for i in called if any(persistent_buffers(specs[i].module.named_modules()))}
     return _without_empty(specs, have_state)
 
 
@@ -126,6 +128,16 @@ def owned_parameters(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[
                 if (module, attribute) not in sites:  # a module may be shared itself
                     sites.append((module, attribute))
     return [Owned(param, tuple(names), tuple(sites)) for param, names, sites in found.values()]
+
+
+def persistent_buffers(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are part of the state, by name, of modules with their names."""
+    for prefix, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def unit_names(model: nn.Module, units: Units) -> list[str]:
@@ -187,21 +199,13 @@ def _members(model: nn.Module, prefix: str = "") -> list[str]:
     return [name for path, child in children for name in _members(child, f"{prefix}{path}.")]
 
 
-def _has_persistent(module: nn.Module) -> bool:
-    """Whether ``module`` itself has persistent buffers."""
-    return any(
-        buffer is not None and name not in module._non_persistent_buffers_set
-        for name, buffer in module._buffers.items()
-    )
-
-
-def _without_empty(specs: list[UnitSpec], have_state: Container[int]) -> list[UnitSpec]:
+def _without_empty(specs: list[UnitSpec], but: Container[int]) -> list[UnitSpec]:
     """``specs`` without units that own nothing; the root stays, since its hooks frame a step.
 
     Args:
-        have_state: indices of those that have persistent buffers, which their forward broadcasts.
+        but: indices of those that stay, as nobody else's forward broadcasts their buffers.
     """
-    kept = [i for i, spec in enumerate(specs) if i == 0 or spec.params or i in have_state]
+    kept = [i for i, spec in enumerate(specs) if i == 0 or spec.params or i in but]
     index = {old: new for new, old in enumerate(kept)}
 
     def parent(i: int) -> int | None:

@@ -22,7 +22,6 @@ from .precision import Precision
 from .schedule import Schedule
 from .step.debts import settle
 from .step.meeting import meetings_of
-from .step.module_buffers import persistent_buffers
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
 from .transports.groups import require_backends
@@ -30,7 +29,7 @@ from .transports.mesh import groups_of, warn_if_alone
 from .transports.refusal import together
 from .transports.transport import Transport, meet_in_one_place
 from .unit import Unit
-from .unitmap import Units, UnitSpec, check_parameters, unit_map
+from .unitmap import Units, UnitSpec, check_parameters, persistent_buffers, unit_map
 from .units.pool import Pool
 from .wrapping import same_model
 from .wrapping.arguments import check_arguments, check_precision, ignored_parameters

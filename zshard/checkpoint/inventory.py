@@ -16,8 +16,7 @@ from ..errors import InputError
 from ..layout import Range
 from ..param import Sharded
 from ..schedule import Schedule
-from ..step.module_buffers import persistent_buffers
-from ..unitmap import owned_parameters
+from ..unitmap import owned_parameters, persistent_buffers
 from ..units.flat import Flat
 from .held import Held, HeldMaster, HeldWhole
 from .manifest import Json

@@ -9,7 +9,7 @@ broadcasts before every forward, and caches that are no part of the state too.)
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdRef
 from ..comm import Comm
 from ..errors import MismatchError
 from ..tag import Tag
+from ..unitmap import persistent_buffers
 
 _SMALL = 1 << 20  # bytes
 
@@ -120,16 +121,6 @@ def _trains(module: nn.Module) -> bool:
     """Whether a forward of ``module`` may write to its own buffers unnoticed."""
     found = persistent_buffers([("", module)] if module.training else [])
     return any(b.is_floating_point() and b.nbytes <= _SMALL for _, b in found)
-
-
-def persistent_buffers(
-    modules: Iterable[tuple[str, nn.Module]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that are part of the state, by name, of modules with their names."""
-    for prefix, module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _write(buffer: torch.Tensor, values: torch.Tensor) -> None:

@@ -26,11 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..attributes import user_attributes
 from ..comm import Comm
 from ..errors import InputError, WrapError
-from ..step.module_buffers import persistent_buffers
 from ..tag import Tag
 from ..transports.mesh import groups_of
 from ..transports.refusal import together
-from ..unitmap import Owned, UnitSpec, owned_parameters
+from ..unitmap import Owned, UnitSpec, owned_parameters, persistent_buffers
 from ..words import counted
 from .init_calls import Guard, RandomNumbers
 
