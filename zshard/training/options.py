@@ -169,7 +169,7 @@ def resolve(given: Mapping[str, object]) -> TrainOptions:
     options = replace(saved, **{**anew, **given, "out": out})  # type: ignore[arg-type]
     if options.steps <= origin.progress.step:
         raise InputError(
-            f"the checkpoint {origin.path} has all {counted(origin.progress.step, 'step')}: "
+            f"the checkpoint {origin.path} is from after {counted(origin.progress.step, 'step')}: "
             "--steps has to be more"
         )
     _refuse_traces_in_text(options)
