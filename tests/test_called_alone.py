@@ -159,6 +159,39 @@ def test_forwards_inside_one_method_are_as_without_autocasts_cache() -> None:
     assert all(map(torch.equal, cached[0] + cached[1], without[0] + without[1]))
 
 
+def loop_on(rank: int, world_size: int, comm: str, where: str) -> list[str]:
+    """A loop that goes on after any exception; once, rank 1's raises in ``where``."""
+    torch.manual_seed(0)
+    models = zshard.wrap(nn.ModuleDict({"g": Part(), "d": Part()}), comm=comm)
+    optimizer = zshard.AdamW(models.parameters())
+
+    def fail(*_: object) -> None:
+        raise ValueError("user code")
+
+    ends = []
+    for step in range(6):
+        bad = rank == 1 and step == 2
+        hook = models.get_submodule(where).register_forward_pre_hook(fail) if bad else None
+        try:
+            models["d"](models["g"](torch.ones(5, 4))).square().mean().backward()
+            optimizer.step()
+            ends.append("made")
+        except Exception as error:
+            ends.append(type(error).__name__)
+        optimizer.zero_grad()
+        if hook:
+            hook.remove()
+    return ends
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+@pytest.mark.parametrize("where", ["g", "g.norm", "d", "d.outlet"])
+def test_after_an_exception_in_one_on_one_rank_all_ranks_go_on(where: str, comm: str) -> None:
+    own, other = run_ranks(loop_on, 2, comm, where, timeout=20)
+    assert own == ["made", "made", "MismatchError", *["made"] * 3]
+    assert other == ["made", "made", "ValueError", *["made"] * 3]
+
+
 class Either(nn.Module):
     """Models that are called in its forward."""
 

@@ -11,7 +11,7 @@ from ..tag import Tag
 from ..unit import State, Unit
 from .debts import settle
 from .executor import Executor
-from .meeting import Intent, Message, checksum, meetings_of, refuse, refuse_trained, trained_names
+from .meeting import Intent, Message, checksum, meetings_of, refuse_trained, trained_names
 from .outcome import Ending
 from .prefetched import Prefetched
 from .program import Key, Op, Pass, Programs, Turn, leads_to
@@ -86,9 +86,6 @@ class Agreement:
         messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
         if self._pass.to_be_learned and self._pass.key[:1] != (Intent.ALONE,):
             self._learn()  # a forward of one unit ends before those inside it are gathered
-        if intent.same_about and len({message.about for message in messages}) > 1:
-            self.forgo_learning()
-            refuse(self._comm, label)
         if len({message.trained for message in messages}) > 1:
             refuse_trained(self._comm, names)
         self._pass = self._begun(mine, messages, gathers)

@@ -259,6 +259,8 @@ class ForwardHooks:
                 unit.hand_out((args, carried), None)
                 self._watch(unit, (output, carried))
                 self._release(unit, keep=self._executor.state is TrainingState.FORWARD)
+                if self._is_called_alone(unit):
+                    self._agreement.abort()
             return None
         if unit.state is not State.GATHERED:
             return None

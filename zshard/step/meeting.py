@@ -81,6 +81,12 @@ class Message(NamedTuple):
         """What the rank has changed since the ranks last compared it."""
         return Tally(self.changes, self.checksum)
 
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """What it is about to begin, which is the same on every rank."""
+        about = self.about if self.intent.same_about else 0
+        return self.model, self.intent, self.inside, about
+
     def telling(self, tally: Tally) -> Message:
         """The same with ``tally``."""
         return self._replace(changes=tally.changes, checksum=tally.checksum)
@@ -207,7 +213,7 @@ class Meetings:
                     members[model].serve(mine, messages)
                 if mine in asking:
                     return messages
-            elif len({(each.model, each.intent, each.inside) for each in messages}) == 1:
+            elif len({each.begins for each in messages}) == 1:
                 return messages
             else:
                 forgo_learning(members)
