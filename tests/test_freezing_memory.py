@@ -40,7 +40,8 @@ def turned(rank: int, world_size: int, freezes: bool) -> None:
         model.zero_grad()
         now = zshard.memory(model)["now"]
         seen.append(alive() - now["gradients"] - now["reduce_buffers"])
-    assert max(seen[1:]) - min(seen[1:]) < 256, seen  # a sum of squares comes or goes
+    # Beside what the ranks are telling each other, which comes and goes; of gradients it is 9 kB.
+    assert max(seen[1:]) - min(seen[1:]) < 1024, seen
 
 
 @pytest.mark.parametrize("freezes", [False, True])
