@@ -271,11 +271,11 @@ def test_what_a_unit_reads_of_another_without_sharing_it_is_not_called_shared() 
         models["b"](torch.ones(5, 4))
 
 
-def gathers_of_members(rank: int, world_size: int) -> list[int]:
+def gathers_of_members(rank: int, world_size: int, strategy: str) -> list[int]:
     """In each step of two models of blocks: the first goes from meeting to meeting."""
     torch.manual_seed(0)
     members = {name: nn.Sequential(nn.LayerNorm(4), Part(), Part()) for name in "ab"}
-    model = zshard.wrap(nn.ModuleDict(members))
+    model = zshard.wrap(nn.ModuleDict(members), strategy=strategy)
     optimizer = zshard.SGD(model.parameters(), lr=0.1)
     gathers = [0]
     for _ in range(3):
@@ -286,6 +286,12 @@ def gathers_of_members(rank: int, world_size: int) -> list[int]:
     return [after - before for before, after in pairwise(gathers)]
 
 
-def test_the_units_inside_it_are_gathered_once_a_forward_in_every_step() -> None:
-    for steps in run_ranks(gathers_of_members, 2):
-        assert steps == [2 * 6] * 3
+@pytest.mark.parametrize(
+    ("strategy", "gathers"),
+    [("zero3", [12, 12, 12]), ("zero2", [12, 6, 6])],  # with zero2 behind a step alone
+)
+def test_the_units_inside_it_are_gathered_once_a_forward_in_every_step(
+    strategy: str, gathers: list[int]
+) -> None:
+    for steps in run_ranks(gathers_of_members, 2, strategy):
+        assert steps == gathers

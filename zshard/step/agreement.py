@@ -57,6 +57,7 @@ class Agreement:
         about: str,
         label: str,
         *,
+        unit: int = 0,
         gathers: bool = True,
         tally: Tally = NOTHING,
         buffers: bool = False,
@@ -66,6 +67,7 @@ class Agreement:
         Args:
             about: what its program depends on; may differ between ranks.
             label: what errors call it.
+            unit: index of the one whose forward it is, where that is called alone.
             gathers: whether it consists of any gathers or reductions; else it is a meeting alone.
             tally, buffers: what to tell the other ranks besides; see ``Message``.
 
@@ -81,7 +83,7 @@ class Agreement:
         names = ""
         if intent is Intent.BACKWARD:
             names = self._names = self._names or trained_names(self._units)
-        mine = Message(self.number, intent, about=checksum(about), trained=checksum(names))
+        mine = Message(self.number, intent, unit, checksum(about), checksum(names))
         mine = mine.telling(tally)._replace(buffers=int(buffers), inside=len(self._cut))
         messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
         if self._pass.to_be_learned and self._pass.key[:1] != (Intent.ALONE,):
@@ -97,7 +99,7 @@ class Agreement:
 
     def _begun(self, mine: Message, messages: Sequence[Message], gathers: bool) -> Pass:
         """The pass that the ranks begin, by what they have told each other."""
-        key = (mine.intent, mine.trained, *(message.about for message in messages))
+        key = (mine.intent, mine.unit, mine.trained, *(message.about for message in messages))
         begun = self._programs.begin(key, self._loose) if gathers else Pass(key)
         if mine.intent is Intent.BACKWARD:
             # It meets units in about the reverse of the unit map's order.

@@ -62,7 +62,7 @@ class Executor:
     @property
     def gathered_units(self) -> str:
         """The units that need no gather now, as text."""
-        return " ".join(unit.label for unit in self._units if unit.state is State.GATHERED)
+        return " ".join(unit.label for unit in self._units if unit.state is not State.SHARDED)
 
     def gather(self, unit: Unit) -> None:
         """Start gathering what this rank needs, or will."""

@@ -118,7 +118,7 @@ class ForwardHooks:
             schedule.reset()
         self._look_first(self._root)
         self._forget_last_forward()
-        self._meet(self._root, Intent.FORWARD, self._executor.gathered_units, "a forward")
+        self._meet(self._root, Intent.FORWARD, "a forward")
         self._executor.enter_state(TrainingState.FORWARD)
         self.order, self._kept = [], None
 
@@ -127,11 +127,14 @@ class ForwardHooks:
         self._schedule.reducer.read_outcome()  # a failure elsewhere must not show in mid-backward
         self._schedule.structure.check_unchanged(unit.name)
 
-    def _meet(self, unit: Unit, intent: Intent, about: str, label: str) -> None:
+    def _meet(self, unit: Unit, intent: Intent, label: str) -> None:
         """Begin a forward of ``unit`` by itself: with the same parameters, and the same buffers."""
         schedule = self._schedule
         tally, ask = schedule.updates.tally(), schedule.module_buffers.ask(unit.name)
-        messages = self._agreement.begin(intent, about, label, tally=tally, buffers=ask)
+        about = self._executor.gathered_units
+        messages = self._agreement.begin(
+            intent, about, label, unit=unit.index, tally=tally, buffers=ask
+        )
         try:
             schedule.updates.check([message.tally for message in messages])
             if any(message.buffers for message in messages):
@@ -227,7 +230,7 @@ class ForwardHooks:
             label = f"a forward of {unit.label} alone"
             with schedule.comm.awaited(label):
                 self._look_first(unit)
-                self._meet(unit, Intent.ALONE, unit.label, label)
+                self._meet(unit, Intent.ALONE, label)
         schedule.obtain(unit)
         unit.forward_io.enter(inputs)  # behind obtain, which may drop them
         self._executor.enter("forward", unit)

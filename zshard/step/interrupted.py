@@ -72,7 +72,8 @@ class Interrupted:
             if self._in_forward:
                 schedule.agreement.resume()
             else:
-                schedule.agreement.begin(Intent.ALONE, self.units[0].label, label)
+                unit, about = self.units[0].index, schedule.executor.gathered_units
+                schedule.agreement.begin(Intent.ALONE, about, label, unit=unit)
             for unit, forward_io in zip(self.units, self._forward_ios, strict=True):
                 schedule.obtain(unit)
                 unit.forward_io = forward_io

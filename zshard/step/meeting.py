@@ -45,7 +45,7 @@ class Intent(enum.IntEnum):
 
 
 _FORWARDS = frozenset((Intent.FORWARD, Intent.ALONE, Intent.METHOD, Intent.CALLED, Intent.GO_ON))
-_SAME_ABOUT = frozenset((Intent.CALL, Intent.ALONE, Intent.METHOD))
+_SAME_ABOUT = frozenset((Intent.CALL, Intent.METHOD))
 _NEEDS = frozenset((Intent.GATHER, Intent.READY))
 _OF_A_STEP = _FORWARDS | {Intent.BACKWARD, Intent.HOLD, Intent.RENEW}
 
@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
     model: int  # number of the wrapped model
     intent: Intent
-    unit: int = 0  # index of the one that is needed or ready
+    unit: int = 0  # index of the one that is called alone, needed or ready
     about: int = 0  # checksum of what the pass depends on; at its end 1: gradients were made
     trained: int = 0  # checksum of the parameters that a backward trains
     changes: int = 0  # see ``Tally``
@@ -85,7 +85,7 @@ class Message(NamedTuple):
     def begins(self) -> tuple[int, ...]:
         """What it is about to begin, which is the same on every rank."""
         about = self.about if self.intent.same_about else 0
-        return self.model, self.intent, self.inside, about
+        return self.model, self.intent, self.unit, self.inside, about
 
     def telling(self, tally: Tally) -> Message:
         """The same with ``tally``."""
