@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from ..awaited import awaited
 from ..comm import Comm
-from ..errors import StateError
 from ..tag import Tag
+from ..training_state import TrainingState
 from ..unit import State, Unit
 from .debts import settle
 from .executor import Executor
 from .meeting import Intent, Message, checksum, meetings_of, refuse_trained, trained_names
+from .misplaced import refuse_other_way
 from .outcome import Ending
 from .prefetched import Prefetched
 from .program import Key, Op, Pass, Programs, Turn, leads_to
@@ -79,6 +80,9 @@ class Agreement:
         """
         self.before_meeting()
         settle()
+        under_way = self._pass.is_forward and not self._pass.ended
+        if under_way and self._executor.state is TrainingState.IDLE:
+            self.finish()  # of a unit called alone, inside of which this begins
         self._meetings.pause(self)
         names = ""
         if intent is Intent.BACKWARD:
@@ -86,12 +90,13 @@ class Agreement:
         mine = Message(self.number, intent, unit, checksum(about), checksum(names))
         mine = mine.telling(tally)._replace(buffers=int(buffers), inside=len(self._cut))
         messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
-        if self._pass.to_be_learned and self._pass.key[:1] != (Intent.ALONE,):
-            self._learn()  # a forward of one unit ends before those inside it are gathered
+        if self._pass.to_be_learned:
+            self._learn()
         if len({message.trained for message in messages}) > 1:
             refuse_trained(self._comm, names)
         self._pass = self._begun(mine, messages, gathers)
         if not gathers:
+            self._pass.end()
             self._meetings.go_on(self)
         elif intent.is_forward:
             self._meetings.enter_forward(self)
@@ -163,8 +168,8 @@ class Agreement:
     def meet_before_change(self) -> None:
         """Before parameters change: meet ranks that may still need them as they were."""
         if self._meetings.others_may_be_inside and self._executor.has_peers:
-            mine, step = Message(self.number, Intent.END), self._executor.step
-            self._meetings.begin(self, self._comm, mine, "a change of parameters", step)
+            mine, label = Message(self.number, Intent.END), "a change of parameters"
+            self._meetings.begin(self, self._comm, mine, label, self._executor.step)
 
     def make_way(self) -> None:
         """Let another model's pass begin inside this one, where ranks may need unlike things.
@@ -192,12 +197,12 @@ class Agreement:
     def abort(self) -> None:
         """An exception leaves the pass; see [Note: after an exception] in backward.py."""
         self._pass.aborted = True
-        if self._cut or (self._pass.key and Intent(self._pass.key[0]).is_forward):
+        if self._cut or self._pass.is_forward:
             self._meetings.left = True
 
     def abandon(self) -> None:
         """Forget what is left of an aborted pass."""
-        self._pass.abandon()
+        self._pass.end()
         self._cut.clear()
         self._meetings.leave_forward(self)
         self.prefetched.clear()
@@ -227,8 +232,9 @@ class Agreement:
         """Issue the gather of ``unit``, or take the one that was issued ahead."""
         if self._pass.paused:  # by another model's backward that has raised
             self.before_meeting()
-        turn = Turn(Op.GATHER, unit.index)
-        self._pass.needed.append(turn)
+        turn, ended = Turn(Op.GATHER, unit.index), self._pass.ended
+        if not ended:
+            self._pass.needed.append(turn)
         if self.prefetched.take(unit):
             return
         self.prefetched.discard()
@@ -237,7 +243,7 @@ class Agreement:
         if known and not leads_to(turn, self._pass.rest, past_reductions=peers):
             self._leave_program(unit)
         if self._pass.program is None:
-            self._meet(Intent.GATHER, f"a gather of unit {unit.label!r}", unit.index)
+            self._meet(Intent.GATHER, f"a gather of unit {unit.label!r}", unit.index, int(ended))
             return
         while self._pass.next != turn:
             self._take_part()
@@ -297,25 +303,22 @@ class Agreement:
         if current.reduces and self._executor.has_peers:
             # They are not to be met before they have reduced without this rank's gradients.
             self._drop_backward(Ending.STRAYED)
-            raise StateError(
-                f"{self._comm.name(self._comm.world_rank)}: backward reached unit {unit.label!r} "
-                "by another way than the one before. The step's gradients are dropped on every "
-                "rank. Repeat the step; from then on this way is expected."
-            )
+            refuse_other_way(unit, self._comm.name(self._comm.world_rank))
         if not current.reduces:
             self._take_part_in_the_rest()
         current.leave_program([self._comm.world_rank])
 
     def _meet(self, intent: Intent, label: str, unit: int = 0, about: int = 0) -> list[Message]:
-        mine = Message(self.number, intent, unit, about)
-        return self._meetings.meet(self._comm, mine, label, self._executor.step)
+        mine, step = Message(self.number, intent, unit, about), self._executor.step
+        return self._meetings.meet(self._comm, mine, label, step)
 
     def serve(self, mine: Message, messages: Sequence[Message]) -> None:
         """Carry out what ranks ask for of this model in a meeting; see ``Meetings.meet``."""
         current = self._pass
-        current.to_be_learned = True
-        self._loose = self._loose or current.follows
         own = [(rank, m) for rank, m in enumerate(messages) if m.model == self.number]
+        if any(m.needs_in_pass for _, m in own):
+            current.to_be_learned = True
+            self._loose = self._loose or current.follows
         ready = [(message.unit, rank) for rank, message in own if message.intent is Intent.READY]
         ended = {rank for rank, message in own if message.intent is Intent.END}
         for index in current.complete(ready, ended, len(messages)):
@@ -340,9 +343,7 @@ class Agreement:
         gathered = self._comm.all_gather_object(needed, Tag(None, "agree", about="program"))
         if None in gathered:
             return
-        self._programs.learn(current.key, gathered, current.trained, self._prefetch)  # type: ignore[arg-type]
-        if current.interrupted and not self._programs.is_alike(current.key):
-            self._programs.distrust(current.key)  # its rest would have to come before its own end
+        self._programs.learn(current, gathered, self._prefetch)  # type: ignore[arg-type]
 
     def forget_trained(self) -> None:
         """Parameters were frozen or unfrozen."""

@@ -27,6 +27,7 @@ from ..errors import CommError, MismatchError, StateError
 from ..hooks import ModuleHook, have_dynamo_look_at_hooks
 from ..training_state import TrainingState, calls_under_way, inside_backward
 from ..unit import State, Unit
+from .called_alone import CalledAlone
 from .forward_log import Forward
 from .meeting import Intent
 
@@ -45,7 +46,7 @@ class ForwardHooks:
         self._schedule = schedule
         self._units, self._root = schedule.units, schedule.root
         self._executor, self._agreement = schedule.executor, schedule.agreement
-        self._backward = schedule.backward
+        self._backward, self._alone = schedule.backward, CalledAlone(schedule)
         self.order: list[Unit] = []
         self._kept: Unit | None = None  # that may turn out to be the last of forward
         self._call_themselves: set[Unit] = set()  # whose forwards were seen to do so
@@ -225,22 +226,18 @@ class ForwardHooks:
         if self._executor.state is TrainingState.FORWARD:
             self.order.append(unit)
             self._keep(None)
-        alone = self._is_called_alone(unit)
-        if alone:
+        if self._alone.would_be(unit):
             label = f"a forward of {unit.label} alone"
             with schedule.comm.awaited(label):
                 self._look_first(unit)
                 self._meet(unit, Intent.ALONE, label)
+            self._alone.begin(unit)
         schedule.obtain(unit)
         unit.forward_io.enter(inputs)  # behind obtain, which may drop them
         self._executor.enter("forward", unit)
         if self._executor.state is TrainingState.BACKWARD:
             self._backward.recomputation.enter(unit)
-        if alone:
-            self._agreement.finish()
-            self._backward.forwards.note(self._agreement.needed, "")
-        else:
-            self._agreement.look_ahead()
+        self._agreement.look_ahead()
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
         schedule = self._schedule
@@ -262,10 +259,10 @@ class ForwardHooks:
                 unit.hand_out((args, carried), None)
                 self._watch(unit, (output, carried))
                 self._release(unit, keep=self._executor.state is TrainingState.FORWARD)
-                if self._is_called_alone(unit):
-                    self._agreement.abort()
+                self._alone.leave(unit)
             return None
         if unit.state is not State.GATHERED:
+            self._alone.end(unit)
             return None
         self._executor.leave(unit)
         try:
@@ -273,6 +270,7 @@ class ForwardHooks:
         except BaseException:  # which the model may catch: the use has ended
             if self._executor.state is not TrainingState.BACKWARD:
                 self._executor.drop(unit)
+                self._alone.leave(unit)
             raise
         watched = self._watch(unit, output)
         if self._executor.state is TrainingState.BACKWARD:
@@ -280,6 +278,7 @@ class ForwardHooks:
             return output
         in_forward = self._executor.state is TrainingState.FORWARD
         self._release(unit, keep=watched and in_forward and self._agreement.may_be_last)
+        self._alone.end(unit)
         return output
 
     def _release(self, unit: Unit, *, keep: bool) -> None:
@@ -310,11 +309,6 @@ class ForwardHooks:
         """Whether the model calls itself in a forward that is under way."""
         in_forward = self._executor.state is TrainingState.FORWARD
         return in_forward and calls_under_way(self._schedule.model) > 1
-
-    def _is_called_alone(self, unit: Unit) -> bool:
-        """Whether ``unit``'s module was called outside of the root's forward."""
-        outside = self._executor.state is TrainingState.IDLE and not inside_backward()
-        return outside and not any(u.in_use and u.encloses(unit) for u in self._units)
 
     def _forget_last_forward(self) -> None:
         """Free what a forward without a backward has left gathered, or has an old value."""

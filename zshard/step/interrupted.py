@@ -40,8 +40,12 @@ class Interrupted:
             unit.forward_io = ForwardIO()  # freeing the unit drops this one's inputs
         if self._in_forward:
             schedule.agreement.cut()
+        elif self.units:
+            schedule.agreement.finish()  # that of a unit called alone
+        if self.units:
             needed, gathered = schedule.agreement.needed, schedule.executor.gathered_units
-            schedule.backward.forwards.note(needed, gathered, schedule.forward.order)
+            order = schedule.forward.order if self._in_forward else ()
+            schedule.backward.forwards.note(needed, gathered, order)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -72,10 +76,8 @@ class Interrupted:
             if self._in_forward:
                 schedule.agreement.resume()
             else:
-                unit, about = self.units[0].index, schedule.executor.gathered_units
-                schedule.agreement.begin(Intent.ALONE, about, label, unit=unit)
+                first, about = self.units[0].index, schedule.executor.gathered_units
+                schedule.agreement.begin(Intent.ALONE, about, label, unit=first)
             for unit, forward_io in zip(self.units, self._forward_ios, strict=True):
                 schedule.obtain(unit)
                 unit.forward_io = forward_io
-            if not self._in_forward:
-                schedule.agreement.finish()

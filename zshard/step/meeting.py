@@ -66,7 +66,8 @@ class Message(NamedTuple):
     model: int  # number of the wrapped model
     intent: Intent
     unit: int = 0  # index of the one that is called alone, needed or ready
-    about: int = 0  # checksum of what the pass depends on; at its end 1: gradients were made
+    about: int = 0  # checksum of what the pass depends on; at its end 1: gradients were made; of a
+    # need 1: it is not a part of the pass that this rank was in last
     trained: int = 0  # checksum of the parameters that a backward trains
     changes: int = 0  # see ``Tally``
     checksum: int = 0
@@ -80,6 +81,11 @@ class Message(NamedTuple):
     def tally(self) -> Tally:
         """What the rank has changed since the ranks last compared it."""
         return Tally(self.changes, self.checksum)
+
+    @property
+    def needs_in_pass(self) -> bool:
+        """Whether it is a need that belongs into the program of its pass."""
+        return self.intent in _NEEDS and self.about == 0
 
     @property
     def begins(self) -> tuple[int, ...]:

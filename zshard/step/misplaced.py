@@ -1,4 +1,4 @@
-"""Gradients that come where none can be taken, and what is said of them."""
+"""What a backward comes to where it must not, and what is said of it."""
 
 from __future__ import annotations
 
@@ -31,4 +31,20 @@ def refuse_overwritten(unit: Unit) -> NoReturn:
         f"unit {unit.label!r}: a gradient was made of a parameter while another unit was in its "
         "memory, so that it may be wrong. Pass a strategy that keeps whole parameters (zero2), or "
         "make the two units one (zshard.wrap(units=...)), which under torch.vmap does not help."
+    )
+
+
+def refuse_other_way(unit: Unit, rank: str) -> NoReturn:
+    """Refuse a backward that needs ``unit`` at another place than the others expect.
+
+    Args:
+        rank: this one's name.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"{rank}: backward reached unit {unit.label!r} by another way than the one before. The "
+        "step's gradients are dropped on every rank. Repeat the step; from then on this way is "
+        "expected."
     )

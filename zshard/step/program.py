@@ -51,6 +51,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from .meeting import Intent
+
 
 class Op(enum.Enum):
     """What a turn does."""
@@ -128,6 +130,11 @@ class Pass:
             self.follows, self.meets_at_end = False, True
 
     @property
+    def is_forward(self) -> bool:
+        """Whether it is a forward, or a part of one."""
+        return bool(self.key) and Intent(self.key[0]).is_forward
+
+    @property
     def next(self) -> Turn | None:
         """The turn of the program that comes next; None where there is none."""
         if self.program is None or self._at == len(self.program):
@@ -185,14 +192,9 @@ class Pass:
         return [unit for unit in self.trained if unit not in self.reduced]
 
     def end(self) -> None:
-        """Leave nothing to reduce, and no meeting to come."""
-        self.reduces = self.meets_at_end = False
+        """Leave nothing to take part in, nothing to reduce, and no meeting to come."""
+        self.program, self.reduces, self.meets_at_end = None, False, False
         self.ended = True
-
-    def abandon(self) -> None:
-        """Leave out the rest."""
-        self.program = None
-        self.end()
 
 
 class Programs:
@@ -213,19 +215,16 @@ class Programs:
         anew = program is None
         return Pass(key, program, to_be_learned=anew, meets_at_end=anew or loose)
 
-    def learn(
-        self,
-        key: Key,
-        needed: Sequence[Sequence[Turn]],
-        reduced: Sequence[int],
-        prefetch: int,
-    ) -> None:
-        """Learn from what a pass of ``key`` has needed; see ``learn``."""
-        self._learned[key] = learn(self._learned.pop(key, None), needed, reduced, prefetch)
+    def learn(self, ended: Pass, needed: Sequence[Sequence[Turn]], prefetch: int) -> None:
+        """Learn from what the ranks have ``needed`` in a pass that has ``ended``; see ``learn``."""
+        key, old = ended.key, self._learned.pop(ended.key, None)
+        self._learned[key] = learn(old, needed, ended.trained, prefetch)
         self._alike.pop(key, None)
         self._alike[key] = all(each == needed[0] for each in needed)
         _keep_latest(self._learned)
         _keep_latest(self._alike)
+        if ended.interrupted and not self._alike[key]:
+            self.distrust(key)  # its rest would have to come before its own end
 
     def is_alike(self, key: Key) -> bool:
         """Whether all ranks needed the same as they learned the program of ``key``."""

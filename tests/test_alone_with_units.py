@@ -1,0 +1,116 @@
+"""Units called alone that have units inside, as several models of blocks in a ModuleDict."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from ranks import run_ranks
+from steps import batch
+from test_joint_backward import wrong_gradients
+from test_models_inside import ORDERS, Calling, Planted, raise_planted
+from torch import nn
+
+import zshard
+
+
+def members(calls: str) -> nn.ModuleDict:
+    """Two models of blocks; the first calls, in its forward, what ``calls`` says."""
+    torch.manual_seed(0)
+    critic = Calling(early=True)
+    inner = {"": None, "another": Calling(early=True)}.get(calls, critic)
+    actor = Calling(inner, early=True, trains=calls == "trains")
+    return nn.ModuleDict({"actor": actor, "critic": critic})
+
+
+def unlike_ways(rank: int, world_size: int, comm: str, calls: str, routed: bool) -> list[int]:
+    """Steps whose outputs or gradients are not the plain models', at this rank's own orders."""
+    own = random.Random(rank)
+    plain, model = members(calls), members(calls)
+    models = [model["actor"], model["critic"], *filter(None, model["actor"].inner)]
+    zshard.wrap(model, comm=comm)
+    if calls == "another":
+        zshard.wrap(models[-1], comm=comm)
+    wrong = []
+    for step in range(8):
+        x = batch(rank, step)
+        for name in plain:
+            order = own.choice(ORDERS) if routed and step > 1 else ORDERS[0]
+            plain[name].order = model[name].order = order
+        outputs = [each["critic"](each["actor"](x)) for each in (plain, model)]
+        for output in outputs:
+            output.square().mean().backward()
+        if not torch.equal(*outputs) or wrong_gradients(model, plain, world_size):
+            wrong.append(step)
+        plain.zero_grad()
+        model.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("calls", ["", "another", "member", "trains"])
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_ranks_may_run_unlike_units_of_it(comm: str, calls: str, routed: bool) -> None:
+    assert run_ranks(unlike_ways, 2, comm, calls, routed) == [[], []]
+
+
+def meetings(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
+    """Meetings and gathers in the forwards of a later step, one of each of two models."""
+    model = zshard.wrap(members(""), strategy=strategy)
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        before = dict(zshard.stats(model).calls)
+        output = model["critic"](model["actor"](batch(rank, 0)))
+        after = dict(zshard.stats(model).calls)
+        output.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return after["agree"] - before["agree"], after["all_gather"] - before["all_gather"]
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [("zero3", 8), ("zero2", 0)])
+def test_a_forward_like_an_earlier_one_costs_one_meeting(strategy: str, gathers: int) -> None:
+    assert run_ranks(meetings, 2, strategy) == [(2, gathers)] * 2
+
+
+def fall(
+    rank: int, world_size: int, seed: int, comm: str, calls: str
+) -> tuple[list[bool], list[bool], list[object]]:
+    """A loop that goes on after what some ranks raise in any of them.
+
+    Returns:
+        In which steps nobody raises, which steps were made, and the parameters at the end.
+    """
+    common, own = random.Random(seed), random.Random(100 * seed + rank)
+    model = zshard.wrap(members(calls), comm=comm)
+    optimizer = zshard.SGD(model.parameters(), lr=0.05)
+    quiet, made = [], []
+    for step in range(14):
+        for each in model.values():
+            each.order = own.choice(ORDERS) if seed % 4 > 1 and step > 1 else ORDERS[0]
+        who = {each for each in range(world_size) if 1 < step < 12 and common.random() < 0.4}
+        member = common.choice([model["actor"], model["critic"]])
+        where = common.choice([member, member.inlet, member.blocks[member.order[-1]]])
+        handle = where.register_forward_hook(raise_planted) if rank in who else None
+        quiet.append(not who)
+        try:
+            model["critic"](model["actor"](batch(rank, step))).square().mean().backward()
+            optimizer.step()
+            made.append(True)
+        except (Planted, zshard.MismatchError, zshard.StateError):
+            made.append(False)
+        optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+    names = [name for name, _ in model.named_parameters()]
+    return quiet, made, [zshard.full_param(model, name).tolist() for name in names]
+
+
+@pytest.mark.parametrize("calls", ["", "member", "trains"])
+@pytest.mark.parametrize("seed", range(4))
+def test_after_exceptions_in_it_the_loops_are_in_step(seed: int, calls: str) -> None:
+    first, *others = run_ranks(fall, 2 + seed % 2, seed, ("group", "peer")[seed % 2], calls)
+    quiet, made, _ = first
+    assert made == quiet
+    assert others == [first] * len(others)

@@ -1,0 +1,68 @@
+"""Units that are called outside of the root's forward: each such call is a pass of its own.
+
+It is one from the call to its end, with the units inside. What begins within (a backward, another
+unit called alone) ends it before: what its forward then still needs is gathered at meetings.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..errors import MismatchError
+from ..training_state import TrainingState, inside_backward
+from ..unit import Unit
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+
+class CalledAlone:
+    """The units of one model that are being called alone."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._under_way = schedule, set[Unit]()
+
+    def would_be(self, unit: Unit) -> bool:
+        """Whether a call of ``unit``'s module is outside of any other's forward."""
+        outside = self._schedule.executor.state is TrainingState.IDLE and not inside_backward()
+        around = (each for each in self._schedule.units if each.encloses(unit))
+        return outside and not any(each.in_use for each in around)
+
+    def begin(self, unit: Unit) -> None:
+        """Note that such a call has begun its pass."""
+        self._under_way.add(unit)
+
+    def end(self, unit: Unit) -> None:
+        """End the call of ``unit``, if it was such a one.
+
+        Raises:
+            MismatchError: on every rank, if another has begun something else.
+        """
+        if not self._forget(unit):
+            return
+        agreement, executor = self._schedule.agreement, self._schedule.executor
+        try:
+            agreement.finish()
+        except MismatchError:
+            agreement.abandon()
+            raise
+        self._schedule.backward.forwards.note(agreement.needed, executor.gathered_units)
+
+    def leave(self, unit: Unit) -> None:
+        """As ``end``, behind an exception; see [Note: after an exception] in backward.py."""
+        agreement = self._schedule.agreement
+        if self.would_be(unit):
+            agreement.abort()  # also before it has begun, where the others may have
+        if self._forget(unit):
+            if self._schedule.executor.has_peers:
+                with suppress(MismatchError):  # of which this one's own comes first
+                    agreement.finish()
+            agreement.prefetched.discard()
+            agreement.abandon()
+
+    def _forget(self, unit: Unit) -> bool:
+        """Whether a pass of its own is to be ended: none if a backward within has raised."""
+        under_way = unit in self._under_way
+        self._under_way.discard(unit)
+        return under_way and self._schedule.executor.state is TrainingState.IDLE
