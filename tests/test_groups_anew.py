@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -114,3 +115,23 @@ def owes(rank: int, world_size: int, folder: str) -> list[float]:
 def test_no_meeting_is_owed_to_ranks_of_a_group_that_is_gone(tmp_path: Path) -> None:
     first, second = run_ranks(owes, 2, str(tmp_path), group=False)
     assert first == second
+
+
+def warned_of_a_later_group(rank: int, world_size: int, folder: str) -> list[int]:
+    """How many warnings have come behind each of three forwards, the last two in a group."""
+    handler = logging.handlers.BufferingHandler(10)
+    logging.getLogger("zshard").addHandler(handler)
+    model, counts = zshard.wrap(nn.Linear(2, 2)), []
+    for step in range(3):
+        if step == 1:
+            join(folder, "later", rank)
+            zshard.wrap(nn.Linear(2, 2))(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+        counts.append(sum("wrapped before" in record.getMessage() for record in handler.buffer))
+    dist.destroy_process_group()
+    return counts
+
+
+def test_a_model_wrapped_before_its_group_is_told_of_once(tmp_path: Path) -> None:
+    counts = run_ranks(warned_of_a_later_group, 2, str(tmp_path), group=False)
+    assert counts == [[0, 1, 1]] * 2

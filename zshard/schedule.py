@@ -91,6 +91,7 @@ class Schedule:
         self.whole = False  # True inside full_params: the modules hold whole parameters
         # Why the parameters hold no valid values, and the remedy; alike on every rank. "" if valid.
         self.unusable = ""
+        self.lacks_group = False  # whether it runs on one rank as there was no process group
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self.methods = Methods(self)
         self.backward = Backward(self)

@@ -183,6 +183,7 @@ def wrap(
         keep_freed(max(unit.full_bytes for unit in built))
     schedule = Schedule(model, built, collectives, pool, precision, prefetch, where)
     schedule.unusable = unusable
+    schedule.lacks_group = mesh is None and dist.group.WORLD is None
     setattr(model, _SCHEDULE, schedule)
     other_optimizers.look_after()
     warn_if_alone(mesh)

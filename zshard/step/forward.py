@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -26,6 +27,7 @@ from ..containers import cast_floating
 from ..errors import CommError, MismatchError, StateError
 from ..hooks import ModuleHook, have_dynamo_look_at_hooks
 from ..training_state import TrainingState, calls_under_way, inside_backward
+from ..transports.mesh import warn_of_later_group
 from ..unit import State, Unit
 from .called_alone import CalledAlone
 from .forward_log import Forward
@@ -125,6 +127,9 @@ class ForwardHooks:
 
     def _look_first(self, unit: Unit) -> None:
         """Before a forward of ``unit`` by itself: whether it can be what all ranks begin."""
+        if self._schedule.lacks_group and dist.group.WORLD is not None:
+            self._schedule.lacks_group = False
+            warn_of_later_group()
         self._schedule.reducer.read_outcome()  # a failure elsewhere must not show in mid-backward
         self._schedule.structure.check_unchanged(unit.name)
 

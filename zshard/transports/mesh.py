@@ -55,6 +55,17 @@ def warn_if_alone(mesh: dist.ProcessGroup | DeviceMesh | None) -> None:
         )
 
 
+def warn_of_later_group() -> None:
+    """As ``warn_if_alone``, for a model that was wrapped before there was a process group."""
+    if (size := dist.get_world_size()) > 1:
+        logging.getLogger("zshard").warning(
+            "a model was wrapped before there was a process group, which now has %d ranks: it is "
+            "wrapped for this rank alone, and each trains one of its own. Call "
+            "torch.distributed.init_process_group before zshard.wrap.",
+            size,
+        )
+
+
 def groups_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> Groups:
     """The groups of replicas and of shards that ``mesh`` stands for.
 
