@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from steps import batch
 from test_joint_backward import wrong_gradients
@@ -72,6 +73,28 @@ def meetings(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
 @pytest.mark.parametrize(("strategy", "gathers"), [("zero3", 8), ("zero2", 0)])
 def test_a_forward_like_an_earlier_one_costs_one_meeting(strategy: str, gathers: int) -> None:
     assert run_ranks(meetings, 2, strategy) == [(2, gathers)] * 2
+
+
+def collectives_between(rank: int, world_size: int, comm: str) -> float:
+    """A sum over the ranks behind each forward; in the first two zshard learns of their ways."""
+    own, total = random.Random(rank), torch.zeros(1)
+    model = zshard.wrap(members(""), comm=comm)
+    for step in range(8):
+        model["actor"].order = own.choice(ORDERS) if step else ORDERS[0]
+        with torch.no_grad():
+            output = model["actor"](batch(rank, step))
+        if step > 1:
+            total += output.sum()
+            dist.all_reduce(total)
+        else:
+            zshard.full_param(model, "actor.inlet.weight")
+    return float(total)
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_the_scripts_own_collectives_find_all_ranks_behind_it(comm: str) -> None:
+    first, second = run_ranks(collectives_between, 2, comm, timeout=20)
+    assert first == second
 
 
 def fall(
