@@ -56,9 +56,9 @@ def test_ranks_may_run_unlike_units_of_it(comm: str, calls: str, routed: bool) -
     assert run_ranks(unlike_ways, 2, comm, calls, routed) == [[], []]
 
 
-def meetings(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
-    """Meetings and gathers in the forwards of a later step, one of each of two models."""
-    model = zshard.wrap(members(""), strategy=strategy)
+def meetings(rank: int, world_size: int, strategy: str, calls: str) -> list[int]:
+    """Meetings, gathers and lessons in the forwards of a later step, one of each of two models."""
+    model = zshard.wrap(members(calls), strategy=strategy)
     optimizer = zshard.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         before = dict(zshard.stats(model).calls)
@@ -67,12 +67,22 @@ def meetings(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
         output.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return after["agree"] - before["agree"], after["all_gather"] - before["all_gather"]
+    kinds = ("agree", "all_gather", "all_gather_object")
+    return [after[kind] - before.get(kind, 0) for kind in kinds]
 
 
-@pytest.mark.parametrize(("strategy", "gathers"), [("zero3", 8), ("zero2", 0)])
-def test_a_forward_like_an_earlier_one_costs_one_meeting(strategy: str, gathers: int) -> None:
-    assert run_ranks(meetings, 2, strategy) == [(2, gathers)] * 2
+@pytest.mark.parametrize(
+    ("strategy", "calls", "counts"),
+    [
+        ("zero3", "", [2, 8, 0]),
+        ("zero2", "", [2, 0, 0]),
+        ("zero3", "member", [3 + 2, 8 + 4, 0]),  # and one for each unit behind the one within
+    ],
+)
+def test_a_forward_like_an_earlier_one_costs_one_meeting(
+    strategy: str, calls: str, counts: list[int]
+) -> None:
+    assert run_ranks(meetings, 2, strategy, calls) == [counts] * 2
 
 
 def collectives_between(rank: int, world_size: int, comm: str) -> float:
