@@ -233,8 +233,7 @@ class Agreement:
         if self._pass.paused:  # by another model's backward that has raised
             self.before_meeting()
         turn, ended = Turn(Op.GATHER, unit.index), self._pass.ended
-        if not ended:
-            self._pass.needed.append(turn)
+        self._pass.needed.append(turn)
         if self.prefetched.take(unit):
             return
         self.prefetched.discard()

@@ -39,27 +39,19 @@ class CalledAlone:
         Raises:
             MismatchError: on every rank, if another has begun something else.
         """
-        if not self._forget(unit):
-            return
-        agreement, executor = self._schedule.agreement, self._schedule.executor
-        try:
+        if self._forget(unit):
+            agreement, gathered = self._schedule.agreement, self._schedule.executor.gathered_units
             agreement.finish()
-        except MismatchError:
-            agreement.abandon()
-            raise
-        self._schedule.backward.forwards.note(agreement.needed, executor.gathered_units)
+            self._schedule.backward.forwards.note(agreement.needed, gathered)
 
     def leave(self, unit: Unit) -> None:
         """As ``end``, behind an exception; see [Note: after an exception] in backward.py."""
         agreement = self._schedule.agreement
         if self.would_be(unit):
             agreement.abort()  # also before it has begun, where the others may have
-        if self._forget(unit):
-            if self._schedule.executor.has_peers:
-                with suppress(MismatchError):  # of which this one's own comes first
-                    agreement.finish()
-            agreement.prefetched.discard()
-            agreement.abandon()
+        if self._forget(unit) and not self._schedule.comm.broken:
+            with suppress(MismatchError):  # this rank's own exception comes first
+                agreement.finish()
 
     def _forget(self, unit: Unit) -> bool:
         """Whether a pass of its own is to be ended: none if a backward within has raised."""

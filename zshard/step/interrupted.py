@@ -40,8 +40,6 @@ class Interrupted:
             unit.forward_io = ForwardIO()  # freeing the unit drops this one's inputs
         if self._in_forward:
             schedule.agreement.cut()
-        elif self.units:
-            schedule.agreement.finish()  # that of a unit called alone
         if self.units:
             needed, gathered = schedule.agreement.needed, schedule.executor.gathered_units
             order = schedule.forward.order if self._in_forward else ()
