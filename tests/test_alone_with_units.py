@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
+from odd import Clamped
 from ranks import run_ranks
 from steps import batch
 from test_joint_backward import wrong_gradients
 from test_models_inside import Calling, Planted, raise_planted
-from torch import nn
+from torch import Tensor, nn
 
 import zshard
 
@@ -150,3 +152,59 @@ def test_after_exceptions_in_it_the_loops_are_in_step(seed: int, calls: str) -> 
     quiet, made, _ = first
     assert made == quiet
     assert others == [first] * len(others)
+
+
+def write_once(rank: int, world_size: int, comm: str) -> list[str]:
+    """Steps of two models; once, rank 0's forward of the first is refused at its end."""
+    models = nn.ModuleDict({name: nn.Sequential(Clamped(3, 3), Clamped(3, 3)) for name in "ab"})
+    model, came = zshard.wrap(models, units=["a", "b"], init="broadcast", comm=comm), []
+    for step in range(4):
+        model["a"][0].clamps = (rank, step) == (0, 1)
+        try:
+            model["b"](model["a"](batch(rank, step))).sum().backward()
+            came.append("done")
+        except zshard.Error as error:
+            came.append(type(error).__name__)
+        model.zero_grad()
+    return came
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_one_that_wrote_to_its_parameters_ends_the_step_of_the_others_alone(comm: str) -> None:
+    first, second = run_ranks(write_once, 2, comm)
+    assert first == ["done", "StateError", "done", "done"]
+    assert second == ["done", "MismatchError", "done", "done"]
+
+
+class Forces(Calling):
+    """Adds what the gradient of its output is, of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            energy = at = x.detach().requires_grad_()
+            for index in self.order:
+                energy = self.blocks[index](energy).tanh()
+            (force,) = torch.autograd.grad(energy.sum(), at)
+        return super().forward(x) + force
+
+
+def forces(rank: int, world_size: int) -> list[int]:
+    """Steps whose outputs are not the plain model's, as the units come in other orders."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"energy": Forces(early=False)})
+    model, wrong = zshard.wrap(copy.deepcopy(plain)), []
+    for step in range(6):
+        order = [(0, 1, 2), (1, 0, 2)][step % 2]
+        plain["energy"].order = model["energy"].order = order
+        outputs = [each["energy"](batch(rank, step)) for each in (plain, model)]
+        for output in outputs:
+            output.sum().backward()
+        if not torch.equal(*outputs) or wrong_gradients(model, plain, world_size):
+            wrong.append(step)
+        plain.zero_grad()
+        model.zero_grad()
+    return wrong
+
+
+def test_a_backward_within_it_may_go_other_ways_each_time() -> None:
+    assert run_ranks(forces, 2) == [[], []]
