@@ -30,7 +30,7 @@ from ..units.forward_io import ForwardIO
 from .gathers import Event, Happening
 from .inputs import BatchLike, inputs_of, like
 from .untouched import untouched
-from .work import Work, call_of
+from .work import Work, call_of, run
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
-        out = func(*args, **(kwargs or {}))
+        out = run(func, args, kwargs or {})
         call = call_of(func, args, kwargs or {}, out)
         if call is not None:
             unit = self._work[self._inside[-1]]

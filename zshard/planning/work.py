@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..containers import cast_floating
+
 aten = torch.ops.aten
 
 
@@ -42,7 +44,9 @@ def call_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: object) -> Cal
     tensors = _tensors((args, kwargs, out))
     moved = sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
     packet, kind, flops = func.overloadpacket, "pointwise", 0
-    if packet in _CPU_ATTENTION:
+    if packet is aten._grouped_mm:
+        kind, flops = "product", _grouped_products(args[0].shape, args[1].shape)
+    elif packet in _CPU_ATTENTION:
         shapes = [t.shape if isinstance(t, Tensor) else t for t in args]
         kind, flops = "attention", _CPU_ATTENTION[packet](*shapes)
     elif packet in (counts := _flop_counter().flop_registry):
@@ -51,8 +55,26 @@ def call_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: object) -> Cal
     return Call(kind, flops, moved, str(tensors[0].dtype).removeprefix("torch."))
 
 
+def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What an op returns of fake tensors."""
+    if func.overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:
+        # Its fake kernel takes bf16 alone; the real ones take fp32 and fp16 as well.
+        cast: Any = cast_floating(args, torch.bfloat16)
+        return func(*cast, **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
+
+
 def _tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _grouped_products(a: torch.Size, b: torch.Size) -> int:
+    """Of groups of the rows of ``a`` with a matrix each, or of the matrices with columns of ``b``.
+
+    Where neither has a dimension for the groups, these are of what is summed over.
+    """
+    flops = 2 * a.numel() * b[-1]
+    return flops // a[0] if len(a) > len(b) else flops
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any) -> int:
