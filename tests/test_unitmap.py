@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -68,6 +68,11 @@ class Listing(Pair):
 
     def parameters(self, recurse: bool = True) -> list[nn.Parameter]:  # type: ignore[override]
         return list(super().parameters(recurse))
+
+
+def listing(modules: Iterable[nn.Module]) -> nn.Sequential:
+    """A model of a list."""
+    return nn.Sequential(nn.ModuleList(modules))
 
 
 def pairs(width: int) -> nn.Sequential:
@@ -171,6 +176,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "lists": (
         lambda: nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2)),
         ["0.0", "0.1", "1.0", "1.1"],  # a list itself is never called
+    ),
+    "a list for each layer": (  # of two blocks, as in x-transformers and vit-pytorch
+        lambda: listing(nn.ModuleList([Block(), Pair(7), nn.Linear(7, 7)]) for _ in range(2)),
+        ["0.0.0", "0.0.1", "0.1.0", "0.1.1"],
+    ),
+    "one block in every list": (
+        lambda: listing(nn.ModuleList([block]) for block in [Block()] * 2),
+        [],
     ),
     "blocks that list parameters": (lambda: nn.Sequential(Listing(3), Listing(3)), ["0", "1"]),
     "stages of a net": (net, STAGES),

@@ -17,19 +17,27 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     """Children with parameters of a ModuleList, Sequential or ModuleDict whose class is repeated.
 
     Containers inside containers are looked into, and a block is not; a repeated Sequential is a
-    block itself where it holds layers alone, and none of its own. Of a stage of a net the blocks
-    are what its lists hold. What an nn.ModuleDict around all has are models, of one class or not:
-    each is looked into as if it were alone.
+    block itself where it holds layers alone, and none of its own. Where a list has a list for each
+    layer, what has several layers of its own is repeated from one to the next (its attention, say).
+    Of a stage of a net the blocks are what its lists hold. What an nn.ModuleDict around all has are
+    models, of one class or not: each is looked into as if it were alone.
     """
     if type(model) is nn.ModuleDict:
         members = model.named_children()
         return [f"{name}.{path}" for name, member in members for path in repeated_blocks(member)]
 
-    def within(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    def within(
+        name: str, module: nn.Module, beside: Sequence[nn.Module] = ()
+    ) -> list[tuple[str, nn.Module]]:
         alike: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+        lists: list[nn.Module] = []
         if isinstance(module, _CONTAINERS):
+            lists = [child for child in module.children() if type(child) is nn.ModuleList]
             for child in module.children():
                 if any(True for _ in child.parameters()):  # which a class may have return a list
+                    alike[type(child)].append(child)
+            for child in (child for other in beside for child in other.children()):
+                if child not in alike[type(child)] and _has_several_layers(child):
                     alike[type(child)].append(child)
         stages = {kind for kind, siblings in alike.items() if _are_stages(siblings)}
         blocks: list[tuple[str, nn.Module]] = []
@@ -40,7 +48,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             if repeated and called:
                 blocks += _blocks_of(path, child) if type(child) in stages else [(path, child)]
                 continue
-            inner = within(path, child)
+            inner = within(path, child, lists if child in lists else ())
             layers_alone = all(next(block.children(), None) is None for _, block in inner)
             if repeated and isinstance(child, nn.Sequential) and layers_alone:
                 blocks.append((path, child))
