@@ -274,3 +274,46 @@ def test_an_event_compares_and_pickles_as_a_pair() -> None:
     with zshard.trace(model) as trace:
         pass
     assert trace.events == [] and trace.summary().path[0].phase == "outside"
+
+
+def stepped_by_torch(rank: int, world_size: int, strategy: str) -> None:
+    model, _ = trained(strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        one_step(model, rank, number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(2)
+    with zshard.trace(model) as trace:
+        step(3)
+        step(4)
+    check(trace)
+    events = [*trace.events]
+    assert events[: len(events) // 2] == events[len(events) // 2 :]
+    assert events[-1] == ("step", "root") and events.count(("step", "root")) == 2
+    assert all(event.ended > event.began for event in trace.events if event.phase == "step")
+    with profile() as shown:
+        step(5)
+    assert "zshard::step root" in {event.name for event in shown.events()}
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+def test_a_step_of_another_optimizer_is_a_phase_as_well(strategy: str) -> None:
+    run_ranks(stepped_by_torch, 2, strategy)
+
+
+def test_a_step_that_has_raised_is_not_around_the_next() -> None:
+    model, _ = trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zshard.trace(model) as trace:
+        one_step(model, 0, 2)
+        optimizer.param_groups[0]["lr"] = "much"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+    check(trace)
+    failed, whole = (event for event in trace.events if event.phase == "step")
+    assert failed.ended <= whole.began

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import ExitStack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..errors import OptimizerError
 from ..param import Sharded
@@ -24,11 +29,15 @@ from .stand_ins import refuse_lost_step, refuse_parameters_of_a_copy
 # What of a group says how a step is computed, and not which step.
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
+# Steps under way, as traces and the profiler show them; one that has raised ends with the next.
+_shown: WeakKeyDictionary[Optimizer, ExitStack] = WeakKeyDictionary()
+
 
 @functools.cache
 def look_after() -> None:
-    """Check every other optimizer's steps from now on."""
+    """Check every other optimizer's steps from now on, and show them."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(
@@ -48,9 +57,10 @@ def _before_step(
         refuse_lost_step(param, has_closure=has_closure)
     if isinstance(optimizer, FusedOptimizer):
         return
+    schedules = dict.fromkeys(p.flat.schedule for p in params if isinstance(p, Sharded))
     if not has_closure:
         refuse_parameters_of_a_copy(params)
-        for schedule in dict.fromkeys(p.flat.schedule for p in params if isinstance(p, Sharded)):
+        for schedule in schedules:
             schedule.backward.require_gradients()
     settings: list[dict[str, object]] = []
     for group in optimizer.param_groups:
@@ -63,6 +73,22 @@ def _before_step(
             numbers = {k: _number(group[k]) for k in sorted(group.keys() - _HOW)}
             settings.append({k: value for k, value in numbers.items() if value is not None})
     note_step(type(optimizer).__name__, optimizer.param_groups, settings)
+    _end(optimizer)
+    if schedules and not has_closure:  # which would be all of the step, forward and backward
+        _shown[optimizer] = shown = ExitStack()
+        for schedule in schedules:
+            shown.enter_context(schedule.executor.doing("step", schedule.root))
+
+
+def _after_step(
+    optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    _end(optimizer)
+
+
+def _end(optimizer: Optimizer) -> None:
+    if (shown := _shown.pop(optimizer, None)) is not None:
+        shown.close()
 
 
 def check_states(param: Sharded, optimizer: Optimizer) -> None:
