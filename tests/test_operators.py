@@ -109,7 +109,7 @@ def test_new_tensors_like_a_sharded_one_are_plain(dtype: torch.dtype) -> None:
     assert weight.new_zeros(2, dtype=torch.int64).dtype == torch.int64
 
 
-@pytest.mark.parametrize("name", ["untyped_storage", "data_ptr", "numpy"])
+@pytest.mark.parametrize("name", ["untyped_storage", "data_ptr", "const_data_ptr", "numpy"])
 def test_the_memory_of_a_sharded_tensor_is_refused_by_name(name: str) -> None:
     model = zshard.wrap(nn.Linear(3, 5))
     with pytest.raises(zshard.ShardedAccessError, match=rf"weight: {name} needs.*full_param"):

@@ -305,7 +305,8 @@ def _needs_memory(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in (
-    *("tolist", "numpy", "item", "share_memory_", "data_ptr", "__dlpack__", "__array__"),
+    *("tolist", "numpy", "item", "share_memory_", "__dlpack__", "__array__"),
+    *("data_ptr", "const_data_ptr"),
     *("untyped_storage", "storage"),  # whose address safetensors, and so save_pretrained, ask for
 ):
     setattr(Sharded, _name, _needs_memory(_name))
