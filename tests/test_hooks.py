@@ -275,3 +275,22 @@ def test_what_a_hook_has_kept_of_a_unit_that_an_exception_left_has_its_backward(
     world_size: int, where: str, past: bool
 ) -> None:
     run_ranks(backward_through_what_hooks_kept, world_size, where, past)
+
+
+class GivesALeaf(nn.Linear):
+    """Returns, beside what it computes, a parameter that zshard leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.temperature = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.temperature
+
+
+def test_forwards_leave_no_hook_on_a_leaf_that_they_return() -> None:
+    model = zshard.wrap(GivesALeaf(), ignored=["temperature"])
+    for _ in range(3):
+        output, temperature = model(batch(0, 0))
+        (output * temperature).sum().backward()
+    assert not model.temperature._backward_hooks

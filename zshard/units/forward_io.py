@@ -49,11 +49,9 @@ class ForwardIO:
         if not torch.is_grad_enabled():
             return []
         found = {id(t): t for t in chain(tensors_in(output), tensors_in(given)) if t.requires_grad}
-        own = [tensor for key, tensor in found.items() if key not in passed]
-        for tensor in own:
-            # register_hook crashes on a view whose base was written to through another one, if
-            # nobody has asked for the node that the view has since.
-            _ = tensor.grad_fn
+        # A leaf has no node, and a hook on it would stay. And register_hook crashes on a view whose
+        # base was written to through another one, if nobody has asked for the node that it has now.
+        own = [t for key, t in found.items() if t.grad_fn is not None and key not in passed]
         bases = {id(tensor._base): tensor._base for tensor in own}
         return own + [
             base
