@@ -31,10 +31,11 @@ class ForwardIO:
         return id(sys.exc_info()[1]) != self._handled
 
     def enter(self, inputs: object) -> None:
-        """Note what goes in."""
-        if torch.is_grad_enabled():
+        """Note what goes in, also where no gradients are made: the forward may enable them."""
+        if not torch.is_inference_mode_enabled():
             self._given = inputs
-            self._inputs = [(t, t._version) for t in tensors_in(inputs) if t.requires_grad]
+            tracked = (t for t in tensors_in(inputs) if t.requires_grad and not t.is_inference())
+            self._inputs = [(t, t._version) for t in tracked]
 
     def leave(self, output: object) -> list[torch.Tensor]:
         """The differentiable tensors that have a node of this unit behind them.
@@ -46,7 +47,7 @@ class ForwardIO:
         passed = {id(tensor) for tensor, version in self._inputs if tensor._version == version}
         given = self._given
         self.drop_inputs()
-        if not torch.is_grad_enabled():
+        if torch.is_inference_mode_enabled():
             return []
         found = {id(t): t for t in chain(tensors_in(output), tensors_in(given)) if t.requires_grad}
         # A leaf has no node, and a hook on it would stay. And register_hook crashes on a view whose
