@@ -10,6 +10,8 @@ from odd import INPUT, Stacked, assert_same_grads, pair
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import zshard
+
 
 class Enabling(nn.Linear):
     @torch.enable_grad()
@@ -32,6 +34,13 @@ class InTheModel(Stacked):
         return self.last(super().forward(x).tanh())
 
 
+class GivesAForce(InTheModel):
+    @torch.enable_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(super().forward(x).sum(), x)[0]
+
+
 def enabled(rank: int, world_size: int, comm: str) -> None:
     makes: list[Callable[[], nn.Module]] = [InBlocks, InTheModel]
     for make in makes:
@@ -48,3 +57,20 @@ def enabled(rank: int, world_size: int, comm: str) -> None:
 @pytest.mark.parametrize("comm", ["group", "peer"])
 def test_backward_goes_through_a_forward_that_enabled_gradients_itself(comm: str) -> None:
     run_ranks(enabled, 2, comm)
+
+
+def forces(rank: int, world_size: int) -> None:
+    plain, wrapped = pair(GivesAForce)
+    with torch.no_grad():
+        expected = plain(INPUT)
+        assert torch.equal(wrapped(INPUT), expected)
+        with zshard.full_params(wrapped):
+            if rank == 0:
+                assert torch.equal(wrapped(INPUT), expected)
+            assert torch.equal(wrapped.blocks[0](INPUT), plain.blocks[0](INPUT))
+    with zshard.full_params(wrapped), pytest.raises(zshard.StateError, match="enabled inside"):
+        wrapped.blocks[0](INPUT)
+
+
+def test_a_model_that_makes_forces_is_evaluated_with_whole_parameters() -> None:
+    run_ranks(forces, 2)

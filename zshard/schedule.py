@@ -47,7 +47,7 @@ from .step.outcome import Ending
 from .step.reduction import Reducer
 from .step.updates import Updates
 from .structure import Structure
-from .training_state import TrainingState
+from .training_state import TrainingState, modules_called
 from .unit import State, Unit
 from .units.pool import Pool
 
@@ -175,13 +175,23 @@ class Schedule:
     # --- what may be called now ------------------------------------------------------------------
 
     def bypassed(self) -> bool:
-        """Whether the modules hold whole parameters, so that there is nothing to gather."""
-        if self.whole and torch.is_grad_enabled():
+        """Whether the modules hold whole parameters, so that there is nothing to gather.
+
+        Raises:
+            StateError: if so, and the script has called them with gradients enabled. (A forward may
+                enable them for itself, to make forces.)
+        """
+        if self.whole and torch.is_grad_enabled() and not self._called_inside():
             raise StateError(
                 "the model was called with gradients enabled inside zshard.full_params: gradients "
                 "of whole parameters are lost. Call it under torch.no_grad(), or outside."
             )
         return self.whole
+
+    def _called_inside(self) -> bool:
+        """Whether the unit that is called now is so in a call of another, or of itself."""
+        modules = {unit.module for unit in self.units}
+        return sum(module in modules for module in modules_called()) > 1
 
     def require_values(self, what: str) -> None:
         """Raise StateError, on every rank, if ``what`` would use parameters without values."""
