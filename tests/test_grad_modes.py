@@ -40,6 +40,10 @@ class GivesAForce(InTheModel):
         x = x.clone().requires_grad_()
         return torch.autograd.grad(super().forward(x).sum(), x)[0]
 
+    @torch.enable_grad()
+    def twice(self, x: Tensor) -> Tensor:
+        return self(x) * 2
+
 
 def enabled(rank: int, world_size: int, comm: str) -> None:
     makes: list[Callable[[], nn.Module]] = [InBlocks, InTheModel]
@@ -61,15 +65,19 @@ def test_backward_goes_through_a_forward_that_enabled_gradients_itself(comm: str
 
 def forces(rank: int, world_size: int) -> None:
     plain, wrapped = pair(GivesAForce)
+    twice = zshard.method(wrapped, "twice")
     with torch.no_grad():
         expected = plain(INPUT)
         assert torch.equal(wrapped(INPUT), expected)
         with zshard.full_params(wrapped):
             if rank == 0:
                 assert torch.equal(wrapped(INPUT), expected)
+                assert torch.equal(twice(INPUT), expected * 2)
             assert torch.equal(wrapped.blocks[0](INPUT), plain.blocks[0](INPUT))
     with zshard.full_params(wrapped), pytest.raises(zshard.StateError, match="enabled inside"):
         wrapped.blocks[0](INPUT)
+    with zshard.full_params(wrapped), pytest.raises(zshard.StateError, match="enabled inside"):
+        twice(INPUT)
 
 
 def test_a_model_that_makes_forces_is_evaluated_with_whole_parameters() -> None:

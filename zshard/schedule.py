@@ -189,9 +189,9 @@ class Schedule:
         return self.whole
 
     def _called_inside(self) -> bool:
-        """Whether the unit that is called now is so in a call of another, or of itself."""
+        """Whether what is called now is so in a method, or in a call of another unit, or itself."""
         modules = {unit.module for unit in self.units}
-        return sum(module in modules for module in modules_called()) > 1
+        return bool(self.methods.running) or sum(each in modules for each in modules_called()) > 1
 
     def require_values(self, what: str) -> None:
         """Raise StateError, on every rank, if ``what`` would use parameters without values."""

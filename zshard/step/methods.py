@@ -42,8 +42,14 @@ class Methods:
         """Call a method of the model as its forward is called."""
         schedule = self._schedule
         inside = self.running or calls_under_way(schedule.model) > 0
-        if inside or inside_backward() or schedule.bypassed():
+        if inside or inside_backward():
             return function(*args, **kwargs)
+        if schedule.bypassed():
+            self.running = name
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.running = ""
         schedule.require_values(f"the method {name!r}")
         args, kwargs = schedule.forward.root_pre_forward(schedule.model, args, kwargs) or (
             args,
