@@ -72,19 +72,23 @@ def test_gradients_are_reduced_in_the_buffers_that_unfreezing_has_made_larger(co
     run_ranks(unfrozen, 2, comm)
 
 
-def test_states_that_a_load_gives_a_frozen_unit_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_file", [True, False])
+def test_states_that_a_load_gives_a_frozen_unit_are_counted(by_file: bool, tmp_path: Path) -> None:
     counted = []
     for frozen in (False, True):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512))
         model[1].requires_grad_(not frozen)
         zshard.wrap(model, units="layer")
         optimizer = zshard.AdamW(model.parameters())
-        if frozen:
-            zshard.load(tmp_path / "a", model, optimizer)
-        else:
+        if not frozen:
             model(torch.ones(2, 8)).square().sum().backward()
             optimizer.step()
             zshard.save(tmp_path / "a", model, optimizer)
+            states = optimizer.state_dict()
+        elif by_file:
+            zshard.load(tmp_path / "a", model, optimizer)
+        else:
+            optimizer.load_state_dict(states)
         memory = zshard.memory(model)
         counted.append((memory["now"]["optimizer"], memory["peak"]["optimizer"]))
     assert counted[0] == counted[1] and min(counted[1]) > 8 * 9 * 512

@@ -199,6 +199,15 @@ def test_a_parameter_that_is_refused_at_a_step_costs_the_others_no_states(
     assert [optimizer.state[param]["step"].item() for param in params] == [2, 2]
 
 
+def test_an_optimizer_takes_no_more_memory_for_parameters_in_another_order() -> None:
+    taken = []
+    for order in (1, -1):
+        model = zshard.wrap(nn.Linear(3, 5))
+        zshard.AdamW(list(model.parameters())[::order]).state_dict()
+        taken.append(zshard.memory(model)["peak"]["optimizer"])
+    assert taken[0] == taken[1] > 0
+
+
 def save_before_a_step(rank: int, world_size: int, folder: Path) -> list[bool]:
     """Whether an Adagrad, which has states at once, goes on alike whenever each was made."""
     torch.manual_seed(0)

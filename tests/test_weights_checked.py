@@ -139,6 +139,17 @@ def test_a_file_that_was_changed_and_kept_its_id_is_refused_before_anything_is_r
     assert zshard.load_weights(model, tmp_path, strict=False).unexpected == ["more"]
 
 
+@pytest.mark.parametrize(("was", "now"), [("F32", "I32"), ("[4,2]", "[2,4]")])
+def test_a_header_that_tells_another_kind_or_shape_of_the_same_bytes_is_refused(
+    was: str, now: str, tmp_path: Path
+) -> None:
+    zshard.export(tmp_path, zshard.wrap(nn.Linear(2, 4)))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(was.encode(), now.encode(), 1))
+    with pytest.raises(zshard.CheckpointError, match=r"is not where checkpoint\.json be"):
+        zshard.load_weights(zshard.wrap(nn.Linear(2, 4)), tmp_path)
+
+
 def test_copies_of_a_tied_weight_may_lie_in_other_orders(tmp_path: Path) -> None:
     untied = nn.ModuleDict({"a": nn.Linear(3, 4, bias=False), "b": nn.Linear(3, 4, bias=False)})
     with torch.no_grad():
