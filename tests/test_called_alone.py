@@ -60,6 +60,23 @@ def test_its_buffers_and_no_others_are_the_first_ranks() -> None:
     assert first == [g, d] and second == [g, other_d]
 
 
+def written(rank: int, world_size: int) -> list[list[float]]:
+    """What both have, as each rank has written it, behind a forward of "g" and then one of "d"."""
+    models = pair().eval()
+    found = []
+    with torch.no_grad():
+        for part in models.values():
+            part.norm.running_mean.fill_(rank)
+        for part in models.values():
+            part(torch.ones(5, 4))
+            found.append([float(each.norm.running_mean[0]) for each in models.values()])
+    return found
+
+
+def test_what_was_written_to_its_buffers_before_another_was_called_is_not_forgotten() -> None:
+    assert run_ranks(written, 2) == [[[0.0, 0.0], [0.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]]
+
+
 def left_out(rank: int, world_size: int, strategy: str) -> str:
     models = pair(strategy)
     with pytest.raises(zshard.MismatchError) as caught:  # at the second step's first forward

@@ -45,6 +45,11 @@ def overlapping(model: Two) -> None:
     model.last.weight.data = flat[12:].view(4, 4)
 
 
+def upper_half(model: Two) -> None:
+    """Of one element: it begins where no element of the parameter does."""
+    model.proto = model.first.weight.detach().view(torch.bfloat16)[0, 1:2]
+
+
 @pytest.mark.parametrize(
     ("alias", "other"),
     [
@@ -53,6 +58,7 @@ def overlapping(model: Two) -> None:
         (overlapping, "last.weight"),
         (detached, "proto"),
         (buffer, "proto"),
+        (upper_half, "proto"),
     ],
 )
 def test_a_parameter_that_shares_memory_is_refused_with_the_other(
