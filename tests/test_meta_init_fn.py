@@ -305,6 +305,14 @@ def test_temporaries_of_init_fn_may_be_on_meta_and_written_memory_may_be_used_ag
     assert float(zshard.full_param(model, "4.bias").sum()) == 12
 
 
+def test_a_weight_without_elements_may_be_left_as_it_is() -> None:
+    with torch.device("meta"), pytest.warns(UserWarning, match="zero-element"):
+        model = nn.Linear(0, 3)
+    with pytest.warns(UserWarning, match="zero-element"):  # what torch's initialisation says then
+        zshard.wrap(model, init_fn=nn.Linear.reset_parameters)
+    assert model(torch.ones(2, 0)).tolist() == [[0.0] * 3] * 2
+
+
 def test_an_init_fn_that_would_never_be_called_is_refused() -> None:
     with pytest.raises(zshard.InputError, match="no parameter or buffer is on the meta device"):
         zshard.wrap(models.build("blocks"), init_fn=draw)
