@@ -275,6 +275,22 @@ def test_verify_of_a_folder_ends_where_one_that_is_there_cannot_be_read(
     assert (status, out) == (1, "") and "was replaced too often" in errors
 
 
+def test_a_folder_of_which_no_checkpoint_can_be_read_is_told_of_as_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zshard.save(tmp_path / "a", build(0))
+    flip(tmp_path / "a" / "checkpoint.json", 200)
+    status, text, _ = ckpt(capsys, "info", tmp_path)
+    assert status == 0 and re.match(r"a  .*checkpoint\.json: damaged", text)
+    status, text, errors = ckpt(capsys, "verify", tmp_path)
+    assert (status, text) == (1, "") and f"{tmp_path / 'a'}: damaged" in errors
+
+
+def test_one_checkpoint_may_have_the_name_of_a_runs_folder_of_them(tmp_path: Path) -> None:
+    zshard.save(tmp_path / "checkpoints", build(0))
+    assert command.run_ckpt("verify", str(tmp_path)) == 0
+
+
 @pytest.mark.parametrize("action", ["info", "verify"])
 def test_where_there_is_no_checkpoint_the_path_is_named(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -294,6 +310,7 @@ def test_an_export_is_told_apart_verified_and_loaded(
     zshard.export(tmp_path / "a", model)
     status, text, _ = ckpt(capsys, "info", tmp_path / "a")
     assert status == 0 and re.search(r"kind +weights only, by zshard\.export", text)
+    assert not re.search(r"^(master|optimizer|rng) ", text, re.M)  # of which it has none
     assert ckpt(capsys, "verify", tmp_path / "a")[0] == 0
     assert zshard.latest(tmp_path) is None
     other = build(2)

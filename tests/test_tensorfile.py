@@ -1,10 +1,15 @@
-"""How tensors are laid out in safetensors files."""
+"""How tensors are laid out in safetensors files, and headers that others have written."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
-from zshard.checkpoint.tensorfile import plan_files
+import zshard
+from zshard.checkpoint.files import File
+from zshard.checkpoint.tensorfile import Header, plan_files, read_header
 
 
 def test_a_file_takes_tensors_up_to_the_limit_and_a_larger_one_alone() -> None:
@@ -24,3 +29,23 @@ def test_tensors_are_aligned_to_their_elements() -> None:
     for slab in planned.slabs.values():
         assert slab.offset % slab.dtype.itemsize == 0, slab
     assert planned.nbytes == len(planned.header) + 3 * (1 + 2 + 1 + 8 + 4)
+
+
+def read(folder: Path, header: str) -> Header:
+    path = folder / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+    with File.to_read(str(path)) as file:
+        return read_header(file)
+
+
+def test_a_tensor_without_bytes_may_come_behind_the_one_it_lies_before(tmp_path: Path) -> None:
+    one = '"one": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    none = '"none": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
+    found = read(tmp_path, f'{{"__metadata__": ["of", "no", "use"], {one}, {none}}}')
+    assert (list(found.slabs), found.save) == (["one", "none"], None)
+
+
+@pytest.mark.parametrize("shape", ["[true]", "{}", "[" * 100_000])
+def test_a_shape_that_is_none_is_refused(shape: str, tmp_path: Path) -> None:
+    with pytest.raises(zshard.CheckpointError, match="its safetensors header is damaged"):
+        read(tmp_path, f'{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}')
