@@ -85,3 +85,10 @@ def test_data_of_a_tensor_like_the_parameter_on_another_device_is_refused() -> N
     weight = zshard.wrap(nn.Linear(3, 2)).weight
     with pytest.raises(zshard.StateError, match=r"weight: \.data = a tensor of .* on meta would"):
         weight.data = torch.empty_like(weight, device="meta")
+
+
+def test_aliases_that_nobody_has_any_more_are_not_remembered() -> None:
+    model = zshard.wrap(nn.Linear(2, 2))
+    for _ in range(5):
+        model.weight.detach()
+    assert len(model.weight.flat.aliases._known[model.weight.segment]) <= 2

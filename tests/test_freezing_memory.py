@@ -50,6 +50,20 @@ def test_memory_of_gradients_that_is_given_back_is_free(world_size: int, freezes
     run_ranks(turned, world_size, freezes)
 
 
+def test_sums_of_micro_batches_are_given_back_as_their_unit_is_frozen() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512))
+    zshard.wrap(model, units="layer", precision=zshard.Precision.bf16())
+    held = []
+    for frozen in (False, True):
+        model[1].requires_grad_(not frozen)
+        with zshard.no_sync(model):
+            model(torch.ones(2, 8)).square().sum().backward()
+        model(torch.ones(2, 8)).square().sum().backward()
+        model.zero_grad()
+        held.append(zshard.memory(model)["now"]["gradients"])
+    assert held[1] < 4 * 9 * 512 < held[0] / 2
+
+
 def unfrozen(rank: int, world_size: int, comm: str) -> None:
     """A larger unit is trained later, for which reduce buffers above a megabyte are made anew."""
     torch.manual_seed(0)
