@@ -203,14 +203,20 @@ def test_a_buffer_that_there_is_no_memory_for_is_not_counted(
 
 
 def test_a_reduce_buffer_that_grows_takes_the_place_of_the_smaller_one() -> None:
+    given_back: list[int] = []
     pool = Pool(
-        1, torch.device("cpu"), lambda n, dtype: torch.empty(n, dtype=dtype), lambda _: None
+        1,
+        torch.device("cpu"),
+        lambda n, dtype: torch.empty(n, dtype=dtype),
+        lambda memory: given_back.append(memory.numel()),
     )
     for nbytes in (100, 250, 50):
         pool.reserve_scratch({"packed": nbytes, "chunks": 0})
         pool.scratch("packed", nbytes)
         assert pool.ledger.now["reduce_buffers"] == pool.scratch_bytes
     assert pool.ledger.peak["reduce_buffers"] == 250
+    pool.drop_scratch()
+    assert given_back == [100, 250]
 
 
 def test_a_unit_alone_takes_all_of_the_buffers_that_units_share() -> None:
