@@ -37,3 +37,20 @@ def test_a_unit_that_some_ranks_pass_over_is_computed_with_new_values_on_the_oth
     comm: str, master: str
 ) -> None:
     run_ranks(other_blocks, 2, comm, master)
+
+
+def full_buffers(rank: int, world_size: int, comm: str) -> list[int]:
+    """Their bytes behind steps in which the ranks run the same units, and behind others."""
+    model, nbytes = zshard.wrap(models.build("blocks"), comm=comm), []
+    for order in ((0, 1, 2), (2,)):
+        model.order = order if rank == 1 else (0, 1, 2)
+        for batch in models.batches("blocks", 2, rank):
+            models.loss_of(model, batch).backward()
+        nbytes.append(zshard.memory(model)["peak"]["full_buffers"])
+    return nbytes
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_gathers_for_other_ranks_alone_take_a_buffer_only_where_they_are_sent(comm: str) -> None:
+    grown = [apart > alike for alike, apart in run_ranks(full_buffers, 2, comm)]
+    assert any(grown) == (comm == "group")

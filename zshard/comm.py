@@ -169,7 +169,7 @@ class Comm:
 
     def all_gather(
         self,
-        full: torch.Tensor,
+        full: torch.Tensor | None,
         shard: torch.Tensor,
         tag: Tag,
         *,
@@ -184,6 +184,7 @@ class Comm:
         long-lived.
 
         Args:
+            full: None where only other ranks need it, which ``Ranks.in_memory`` alone can do.
             over: whose shards; None is the sharding group.
             lane: None is the gather lane.
             lasting: see ``Ranks.start_gather``.

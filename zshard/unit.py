@@ -154,7 +154,8 @@ class Unit:
         for flat in self.flats:
             flat.refresh_send()
             if flat.needs_gather:
-                nowhere = self._pool.discard(flat.full_bytes)
+                sent_here = not self._comm.shards.in_memory  # what is sent has to go somewhere
+                nowhere = self._pool.discard(flat.full_bytes) if sent_here else None
                 self._comm.all_gather(nowhere, flat.sent, tag).wait()
 
     def wait(self) -> None:

@@ -185,14 +185,16 @@ class Ranks:
         return None
 
     def start_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
+        self, full: torch.Tensor | None, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """Start an all-gather of ``shard`` (S,) into ``full`` (N * S,).
 
         Args:
+            full: None where only other ranks need it, and ranks read each other's memory.
             lasting: it may be under way when the process ends. gloo completes its collectives
                 before a group goes, but not messages.
         """
+        assert full is not None  # what is sent has to go somewhere
         work: Work | None
         if not self._gloo:
             work = _all_gather(full, shard, self.group, async_op=not self.nccl)

@@ -66,24 +66,28 @@ class PeerRanks(InMemoryRanks[SharedWindow]):
     # --- collectives -----------------------------------------------------------------------------
 
     def start_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
+        self, full: torch.Tensor | None, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """Lend ``shard`` (S,); what others lend is read when it is waited for."""
         if (found := self.arena.find(shard)) is None:
-            parts = full.view(self.size, -1)
-            self.neighbours.swap(
-                shard, lambda begin, rows: parts[:, begin : begin + rows.shape[1]].copy_(rows)
-            )
+            parts = None if full is None else full.view(self.size, -1)
+
+            def read(begin: int, rows: torch.Tensor) -> None:
+                if parts is not None:
+                    parts[:, begin : begin + rows.shape[1]].copy_(rows)
+
+            self.neighbours.swap(shard, read)
             return None
         found[0].presence.arrive()
         return _Gather(self, full, shard)
 
-    def read(self, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """End a gather: wait until all lend their shards, and copy them."""
+    def read(self, full: torch.Tensor | None, shard: torch.Tensor) -> None:
+        """End a gather: wait until all lend their shards, and copy them, if there is a ``full``."""
         window, begin = self.find(shard)
         with self.neighbours:
             self.neighbours.wait(window.presence.await_arrivals)
-            ops.gather_cast_(full.view(COPIED), window.shards(begin, shard.nbytes))
+            if full is not None:
+                ops.gather_cast_(full.view(COPIED), window.shards(begin, shard.nbytes))
             window.presence.depart()
 
     def start_exchange(self, chunks: torch.Tensor, packed: torch.Tensor) -> Work | None:
@@ -106,7 +110,7 @@ class PeerRanks(InMemoryRanks[SharedWindow]):
 
 class _Gather(NamedTuple):
     over: PeerRanks
-    full: torch.Tensor  # (N * S,) uint8
+    full: torch.Tensor | None  # (N * S,) uint8
     shard: torch.Tensor  # (S,) uint8
 
     def wait(self) -> bool:

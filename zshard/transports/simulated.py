@@ -36,9 +36,10 @@ class SimulatedRanks(Ranks):
         """All are on this host."""
 
     def start_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
+        self, full: torch.Tensor | None, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """``full`` (N * S,) is ``shard`` (S,) N times."""
+        assert full is not None
         _repeat(full, shard, self.size)
         return self._call(full)
 

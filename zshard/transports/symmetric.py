@@ -83,7 +83,7 @@ class SymmetricRanks(InMemoryRanks[Window]):
     # --- collectives -----------------------------------------------------------------------------
 
     def start_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, *, lasting: bool
+        self, full: torch.Tensor | None, shard: torch.Tensor, *, lasting: bool
     ) -> Work | None:
         """Copy what every rank lends where this one lends ``shard`` (S,) into ``full`` (N * S,)."""
         channel = _GATHERS
@@ -91,7 +91,8 @@ class SymmetricRanks(InMemoryRanks[Window]):
             channel, shard = _MAIL, self._mail(shard)
         window, begin = self.find(shard)
         self.arena.barrier(channel)
-        ops.gather_cast_(full.view(COPIED), window.shards(begin, shard.nbytes))
+        if full is not None:
+            ops.gather_cast_(full.view(COPIED), window.shards(begin, shard.nbytes))
         self.arena.barrier(channel)
         self._read[shard.data_ptr()] = mark_here(self.device)
         return None
