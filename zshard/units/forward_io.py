@@ -43,8 +43,8 @@ class ForwardIO:
         They may be in ``output``, or left in a list or cache that was among the inputs. Last come
         those that others are views of: a write to a view in place gives it another node.
         """
-        outside = {id(t) for tensor, _ in self._inputs for t in (tensor, tensor._base)}
-        passed = {id(tensor) for tensor, version in self._inputs if tensor._version == version}
+        unwritten = (tensor for tensor, version in self._inputs if tensor._version == version)
+        outside = {id(t) for tensor in unwritten for t in (tensor, tensor._base)}
         given = self._given
         self.drop_inputs()
         if torch.is_inference_mode_enabled():
@@ -52,7 +52,7 @@ class ForwardIO:
         found = {id(t): t for t in chain(tensors_in(output), tensors_in(given)) if t.requires_grad}
         # A leaf has no node, and a hook on it would stay. And register_hook crashes on a view whose
         # base was written to through another one, if nobody has asked for the node that it has now.
-        own = [t for key, t in found.items() if t.grad_fn is not None and key not in passed]
+        own = [t for key, t in found.items() if t.grad_fn is not None and key not in outside]
         bases = {id(tensor._base): tensor._base for tensor in own}
         return own + [
             base
