@@ -1,4 +1,4 @@
-"""Units that write to what they are given, and give that back."""
+"""Units that write to what they are given: to all of it, or to a view."""
 
 from __future__ import annotations
 
