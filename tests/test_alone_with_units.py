@@ -215,3 +215,19 @@ def forces(rank: int, world_size: int) -> list[int]:
 
 def test_a_backward_within_it_may_go_other_ways_each_time() -> None:
     assert run_ranks(forces, 2) == [[], []]
+
+
+def other_ways(rank: int, world_size: int) -> int:
+    """Steps of a model that calls another one behind its own blocks, which come in other orders."""
+    torch.manual_seed(0)
+    critic = Calling(early=False)
+    models = {"actor": Calling(critic, early=False), "critic": critic}
+    model = zshard.wrap(nn.ModuleDict(models))
+    for step in range(4):
+        model["actor"].order = [(0, 1, 2), (1, 0, 2)][step % 2]
+        model["actor"](batch(rank, step)).sum().backward()
+    return step
+
+
+def test_the_way_before_a_call_within_it_tells_its_backwards_apart() -> None:
+    assert run_ranks(other_ways, 2) == [3, 3]

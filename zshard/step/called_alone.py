@@ -21,7 +21,8 @@ class CalledAlone:
     """The units of one model that are being called alone."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._under_way = schedule, set[Unit]()
+        # With what each has needed before the last that was called inside of it, as text.
+        self._schedule, self._under_way = schedule, dict[Unit, str]()
 
     def would_be(self, unit: Unit) -> bool:
         """Whether a call of ``unit``'s module is outside of any other's forward."""
@@ -29,9 +30,14 @@ class CalledAlone:
         around = (each for each in self._schedule.units if each.encloses(unit))
         return outside and not any(each.in_use for each in around)
 
+    def cut(self) -> None:
+        """Note what calls under way have needed: another is about to begin inside of them."""
+        for unit in self._under_way:
+            self._under_way[unit] += f"{self._schedule.agreement.needed};"
+
     def begin(self, unit: Unit) -> None:
         """Note that such a call has begun its pass."""
-        self._under_way.add(unit)
+        self._under_way[unit] = ""
 
     def end(self, unit: Unit) -> None:
         """End the call of ``unit``, if it was such a one.
@@ -39,10 +45,11 @@ class CalledAlone:
         Raises:
             MismatchError: on every rank, if another has begun something else.
         """
+        before = self._under_way.get(unit, "")
         if self._forget(unit):
             agreement, gathered = self._schedule.agreement, self._schedule.executor.gathered_units
             agreement.finish()
-            self._schedule.backward.forwards.note(agreement.needed, gathered)
+            self._schedule.backward.forwards.note(before + agreement.needed, gathered)
 
     def leave(self, unit: Unit) -> None:
         """As ``end``, behind an exception; see [Note: after an exception] in backward.py."""
@@ -55,6 +62,5 @@ class CalledAlone:
 
     def _forget(self, unit: Unit) -> bool:
         """Whether a pass of its own is to be ended: none if a backward within has raised."""
-        under_way = unit in self._under_way
-        self._under_way.discard(unit)
+        under_way = self._under_way.pop(unit, None) is not None
         return under_way and self._schedule.executor.state is TrainingState.IDLE

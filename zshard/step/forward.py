@@ -233,6 +233,7 @@ class ForwardHooks:
             self._keep(None)
         if self._alone.would_be(unit):
             label = f"a forward of {unit.label} alone"
+            self._alone.cut()
             with schedule.comm.awaited(label):
                 self._look_first(unit)
                 self._meet(unit, Intent.ALONE, label)
