@@ -231,3 +231,32 @@ def other_ways(rank: int, world_size: int) -> int:
 
 def test_the_way_before_a_call_within_it_tells_its_backwards_apart() -> None:
     assert run_ranks(other_ways, 2) == [3, 3]
+
+
+def leave_after_a_read(rank: int, world_size: int, comm: str) -> list[str]:
+    """Steps of a unit called alone that reads a weight; once, rank 0 leaves it behind that."""
+    models, came = nn.ModuleDict({"a": Calling(early=False)}), []
+    model = zshard.wrap(models, init="broadcast", comm=comm)
+
+    def read(*_: object) -> None:
+        zshard.full_param(model, "a.inlet.bias")
+
+    model["a"].inlet.register_forward_hook(read)
+    for step in range(4):
+        handle = model["a"].register_forward_hook(raise_planted) if (rank, step) == (0, 1) else None
+        try:
+            model["a"](batch(rank, step)).sum().backward()
+            came.append("done")
+        except (Planted, zshard.MismatchError) as error:
+            came.append(type(error).__name__)
+        if handle is not None:
+            handle.remove()
+        model.zero_grad()
+    return came
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_an_exception_behind_a_read_within_it_ends_the_step_of_the_others(comm: str) -> None:
+    first, second = run_ranks(leave_after_a_read, 2, comm)
+    assert first == ["done", "Planted", "done", "done"]
+    assert second == ["done", "MismatchError", "done", "done"]

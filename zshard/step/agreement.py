@@ -194,10 +194,10 @@ class Agreement:
         # Whether every rank needs all of the program that this pass follows.
         return self._pass.program is not None and self._programs.is_alike(self._pass.key)
 
-    def abort(self) -> None:
-        """An exception leaves the pass; see [Note: after an exception] in backward.py."""
+    def abort(self, *, in_forward: bool = False) -> None:
+        """An exception leaves the pass, or a forward; see [Note: after an exception]."""
         self._pass.aborted = True
-        if self._cut or self._pass.is_forward:
+        if in_forward or self._cut or self._pass.is_forward:
             self._meetings.left = True
 
     def abandon(self) -> None:

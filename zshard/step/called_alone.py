@@ -55,7 +55,8 @@ class CalledAlone:
         """As ``end``, behind an exception; see [Note: after an exception] in backward.py."""
         agreement = self._schedule.agreement
         if self.would_be(unit):
-            agreement.abort()  # also before it has begun, where the others may have
+            # Also before it has begun, where the others may have, and behind a read within.
+            agreement.abort(in_forward=True)
         if self._forget(unit) and not self._schedule.comm.broken:
             with suppress(MismatchError):  # this rank's own exception comes first
                 agreement.finish()
