@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from models import Block
+from odd import Holder
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -185,6 +186,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: listing(nn.ModuleList([block]) for block in [Block()] * 2),
         [],
     ),
+    "holders in lists": (lambda: listing(nn.ModuleList([Holder()]) for _ in range(2)), []),
     "blocks that list parameters": (lambda: nn.Sequential(Listing(3), Listing(3)), ["0", "1"]),
     "stages of a net": (net, STAGES),
     "stages of lists": (

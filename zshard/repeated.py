@@ -37,7 +37,8 @@ def repeated_blocks(model: nn.Module) -> list[str]:
                 if any(True for _ in child.parameters()):  # which a class may have return a list
                     alike[type(child)].append(child)
             for child in (child for other in beside for child in other.children()):
-                if child not in alike[type(child)] and _has_several_layers(child):
+                called = type(child).forward is not nn.Module.forward  # else its layers are
+                if child not in alike[type(child)] and called and _has_several_layers(child):
                     alike[type(child)].append(child)
         stages = {kind for kind, siblings in alike.items() if _are_stages(siblings)}
         blocks: list[tuple[str, nn.Module]] = []
