@@ -32,8 +32,9 @@ class CalledAlone:
 
     def cut(self) -> None:
         """Note what calls under way have needed: another is about to begin inside of them."""
-        for unit in self._under_way:
-            self._under_way[unit] += f"{self._schedule.agreement.needed};"
+        needed = self._schedule.agreement.needed
+        before = self._under_way.items()
+        self._under_way = {unit: f"{text}{needed};" for unit, text in before if unit.in_use}
 
     def begin(self, unit: Unit) -> None:
         """Note that such a call has begun its pass."""
