@@ -18,32 +18,44 @@ from torch import Tensor, nn
 
 import zshard
 
+Order = tuple[int, ...]
 # The last two are the first two's units, in another order.
-ORDERS = [(0, 1, 2), (2, 0), (1,), (2, 1, 0), (0, 2)]
+ORDERS: list[Order] = [(0, 1, 2), (2, 0), (1,), (2, 1, 0), (0, 2)]
+
+
+class Through(Calling):
+    """Adds what the other model makes, so that one backward goes through both."""
+
+    def _call(self, x: Tensor) -> Tensor:
+        return x + self.inner[0](x)
 
 
 def members(calls: str) -> nn.ModuleDict:
     """Two models of blocks; the first calls, in its forward, what ``calls`` says."""
     torch.manual_seed(0)
     critic = Calling(early=True)
+    if calls == "through another":
+        return nn.ModuleDict({"actor": Through(Calling(early=True), early=True), "critic": critic})
     inner = {"": None, "another": Calling(early=True)}.get(calls, critic)
     actor = Calling(inner, early=True, trains=calls == "trains")
     return nn.ModuleDict({"actor": actor, "critic": critic})
 
 
-def unlike_ways(rank: int, world_size: int, comm: str, calls: str, routed: bool) -> list[int]:
+def unlike_ways(
+    rank: int, world_size: int, comm: str, calls: str, orders: list[Order], strategy: str
+) -> list[int]:
     """Steps whose outputs or gradients are not the plain models', at this rank's own orders."""
     own = random.Random(rank)
     plain, model = members(calls), members(calls)
     models = [model["actor"], model["critic"], *filter(None, model["actor"].inner)]
-    zshard.wrap(model, comm=comm)
-    if calls == "another":
-        zshard.wrap(models[-1], comm=comm)
+    zshard.wrap(model, comm=comm, strategy=strategy)
+    if "another" in calls:
+        zshard.wrap(models[-1], comm=comm, strategy=strategy)
     wrong = []
     for step in range(8):
         x = batch(rank, step)
         for name in plain:
-            order = own.choice(ORDERS) if routed and step > 1 else ORDERS[0]
+            order = own.choice(orders) if step > 1 else ORDERS[0]
             plain[name].order = model[name].order = order
         outputs = [each["critic"](each["actor"](x)) for each in (plain, model)]
         for output in outputs:
@@ -55,11 +67,18 @@ def unlike_ways(rank: int, world_size: int, comm: str, calls: str, routed: bool)
     return wrong
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("orders", [ORDERS[:1], ORDERS], ids=["alike", "unlike"])
 @pytest.mark.parametrize("calls", ["", "another", "member", "trains"])
 @pytest.mark.parametrize("comm", ["group", "peer"])
-def test_ranks_may_run_unlike_units_of_it(comm: str, calls: str, routed: bool) -> None:
-    assert run_ranks(unlike_ways, 2, comm, calls, routed) == [[], []]
+def test_ranks_may_run_unlike_units_of_it(comm: str, calls: str, orders: list[Order]) -> None:
+    assert run_ranks(unlike_ways, 2, comm, calls, orders, "zero3") == [[], []]
+
+
+@pytest.mark.parametrize("calls", ["another", "through another", "trains"])
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_ranks_may_run_units_of_it_that_stay_whole_in_unlike_orders(comm: str, calls: str) -> None:
+    orders = [(0, 1, 2), (2, 1, 0)]
+    assert run_ranks(unlike_ways, 2, comm, calls, orders, "ddp", timeout=20) == [[], []]
 
 
 def meetings(rank: int, world_size: int, strategy: str, calls: str) -> list[int]:

@@ -21,7 +21,7 @@ class CalledAlone:
     """The units of one model that are being called alone."""
 
     def __init__(self, schedule: Schedule) -> None:
-        # With what each has needed before the last that was called inside of it, as text.
+        # With the calls inside of each, and what it had needed as others began there, as text.
         self._schedule, self._under_way = schedule, dict[Unit, str]()
 
     def would_be(self, unit: Unit) -> bool:
@@ -30,11 +30,16 @@ class CalledAlone:
         around = (each for each in self._schedule.units if each.encloses(unit))
         return outside and not any(each.in_use for each in around)
 
-    def cut(self) -> None:
-        """Note what calls under way have needed: another is about to begin inside of them."""
-        needed = self._schedule.agreement.needed
-        before = self._under_way.items()
-        self._under_way = {unit: f"{text}{needed};" for unit, text in before if unit.in_use}
+    @property
+    def so_far(self) -> str:
+        """What a backward through the calls under way depends on."""
+        return ";".join(self._under_way.values())
+
+    def note(self, what: str) -> None:
+        """Note ``what`` has come inside of the calls under way: another call, or its needs."""
+        for unit, before in self._under_way.items():
+            if unit.in_use:  # else an exception has left it, or a backward is within
+                self._under_way[unit] = f"{before} {what}"
 
     def begin(self, unit: Unit) -> None:
         """Note that such a call has begun its pass."""
@@ -50,7 +55,7 @@ class CalledAlone:
         if self._forget(unit):
             agreement, gathered = self._schedule.agreement, self._schedule.executor.gathered_units
             agreement.finish()
-            self._schedule.backward.forwards.note(before + agreement.needed, gathered)
+            self._schedule.backward.forwards.note(f"{before};{agreement.needed}", gathered)
 
     def leave(self, unit: Unit) -> None:
         """As ``end``, behind an exception; see [Note: after an exception] in backward.py."""

@@ -41,14 +41,14 @@ class ForwardHooks:
     """The hooks around the forwards of one wrapped model's units.
 
     Attributes:
-        order: units as the last forward called them.
+        order: units as the last forward called them; alone: those that are called outside of one.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._units, self._root = schedule.units, schedule.root
         self._executor, self._agreement = schedule.executor, schedule.agreement
-        self._backward, self._alone = schedule.backward, CalledAlone(schedule)
+        self._backward, self.alone = schedule.backward, CalledAlone(schedule)
         self.order: list[Unit] = []
         self._kept: Unit | None = None  # that may turn out to be the last of forward
         self._call_themselves: set[Unit] = set()  # whose forwards were seen to do so
@@ -231,13 +231,14 @@ class ForwardHooks:
         if self._executor.state is TrainingState.FORWARD:
             self.order.append(unit)
             self._keep(None)
-        if self._alone.would_be(unit):
+        self.alone.note(str(unit.index))
+        if self.alone.would_be(unit):
             label = f"a forward of {unit.label} alone"
-            self._alone.cut()
+            self.alone.note(self._agreement.needed)
             with schedule.comm.awaited(label):
                 self._look_first(unit)
                 self._meet(unit, Intent.ALONE, label)
-            self._alone.begin(unit)
+            self.alone.begin(unit)
         schedule.obtain(unit)
         unit.forward_io.enter(inputs)  # behind obtain, which may drop them
         self._executor.enter("forward", unit)
@@ -265,10 +266,10 @@ class ForwardHooks:
                 unit.hand_out((args, carried), None)
                 self._watch(unit, (output, carried))
                 self._release(unit, keep=self._executor.state is TrainingState.FORWARD)
-                self._alone.leave(unit)
+                self.alone.leave(unit)
             return None
         if unit.state is not State.GATHERED:
-            self._alone.end(unit)
+            self.alone.end(unit)
             return None
         self._executor.leave(unit)
         try:
@@ -276,7 +277,7 @@ class ForwardHooks:
         except BaseException:  # which the model may catch: the use has ended
             if self._executor.state is not TrainingState.BACKWARD:
                 self._executor.drop(unit)
-                self._alone.leave(unit)
+                self.alone.leave(unit)
             raise
         watched = self._watch(unit, output)
         if self._executor.state is TrainingState.BACKWARD:
@@ -284,7 +285,7 @@ class ForwardHooks:
             return output
         in_forward = self._executor.state is TrainingState.FORWARD
         self._release(unit, keep=watched and in_forward and self._agreement.may_be_last)
-        self._alone.end(unit)
+        self.alone.end(unit)
         return output
 
     def _release(self, unit: Unit, *, keep: bool) -> None:

@@ -41,9 +41,9 @@ class Interrupted:
         if self._in_forward:
             schedule.agreement.cut()
         if self.units:
-            needed, gathered = schedule.agreement.needed, schedule.executor.gathered_units
+            needed = f"{schedule.forward.alone.so_far};{schedule.agreement.needed}"
             order = schedule.forward.order if self._in_forward else ()
-            schedule.backward.forwards.note(needed, gathered, order)
+            schedule.backward.forwards.note(needed, schedule.executor.gathered_units, order)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
