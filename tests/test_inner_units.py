@@ -98,3 +98,34 @@ def inner_unit_moves(rank: int, world_size: int) -> None:
 
 def test_a_unit_that_changes_its_memory_has_its_gradients_and_their_hooks() -> None:
     run_ranks(inner_unit_moves, 2)
+
+
+class CallsSome(nn.Module):
+    """Calls some of the units inside it, and then what is its own."""
+
+    def __init__(self, calls: tuple[int, ...]) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.own, self.calls = nn.Linear(3, 3), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.calls:
+            x = self.inner[index](x)
+        return self.own(x)
+
+
+def others_inside(rank: int, world_size: int, prefetch: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(CallsSome((0, 1) if rank == 0 else (1,)))
+    plain = copy.deepcopy(model)
+    zshard.wrap(model, units=["0", "0.inner.0", "0.inner.1"], prefetch=prefetch, comm="group")
+    for step in range(2):
+        x = batch(rank, step)
+        out = model(x)
+        assert torch.equal(out, plain(x))
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_unit_in_use_stays_while_another_rank_needs_another_one_inside_it(prefetch: int) -> None:
+    run_ranks(others_inside, 2, prefetch)

@@ -170,16 +170,6 @@ def test_the_peak_of_the_sum_is_of_one_time_and_not_the_sum_of_peaks() -> None:
     assert found["states"] < found["peak"] < apart + sum(found[key] for key in BUFFERS)
 
 
-def test_what_takes_the_place_of_a_slot_grows_without_both_being_there() -> None:
-    pool = Pool(
-        1, torch.device("cpu"), lambda n, dtype: torch.empty(n, dtype=dtype), lambda _: None
-    )
-    for nbytes in (100, 250, 50):
-        pool.discard(nbytes)
-        assert pool.ledger.now["full_buffers"] == pool.slot_bytes
-    assert pool.ledger.peak["full_buffers"] == 250
-
-
 def test_a_buffer_that_there_is_no_memory_for_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,14 +177,13 @@ def test_a_buffer_that_there_is_no_memory_for_is_not_counted(
         1, torch.device("cpu"), lambda n, dtype: torch.empty(n, dtype=dtype), lambda _: None
     )
     pool.reserve([100, 200])
-    pool.discard(50)
 
     def no_room(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", no_room)
-        for make in (pool.own_slot, lambda: pool.free_slot(grow=True), lambda: pool.discard(300)):
+        for make in (pool.own_slot, lambda: pool.free_slot(grow=True)):
             with pytest.raises(torch.OutOfMemoryError):
                 make()
     assert pool.ledger.now["full_buffers"] == pool.slot_bytes == 0

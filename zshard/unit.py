@@ -136,27 +136,28 @@ class Unit:
         for flat in self.flats:
             flat.refresh_send()
             if flat.needs_gather:
-                assert flat.full.recv is not None
                 # Units that stay whole are gathered after a step, which may be the last one.
                 lasting = self.strategy.resident
-                self._gathers.append(
-                    self._comm.all_gather(flat.full.recv, flat.sent, tag, lasting=lasting)
-                )
+                handle = self._comm.all_gather(flat.full.recv, flat.sent, tag, lasting=lasting)
+                self._gathers.append(handle)
         self._gathered_versions = [flat.version for flat in self.flats]
         if self.strategy.resident and self._comm.shards.read_by_waiter:
             # It goes on only while this rank waits for it. Left open, a rank that writes its shard
             # waits for this one to read: for ever, if this one is waiting for that rank.
             self._finish_gathers()
 
-    def join(self, tag: Tag) -> None:
-        """Take part in a gather that only other ranks need."""
+    def join(self, tag: Tag, *, evict: Callable[[Unit], bool]) -> None:
+        """Take part in a gather that only other ranks need; for ``evict`` see ``Pool.spare``."""
         self._last_gather = tag
         for flat in self.flats:
             flat.refresh_send()
             if flat.needs_gather:
-                sent_here = not self._comm.shards.in_memory  # what is sent has to go somewhere
-                nowhere = self._pool.discard(flat.full_bytes) if sent_here else None
-                self._comm.all_gather(nowhere, flat.sent, tag).wait()
+                into = flat.full.recv  # which has the same values, or is marked as having none
+                if self._comm.shards.in_memory:
+                    into = None  # nothing is sent that has to go somewhere
+                elif self.slot_bytes > 0 and self.state is State.SHARDED:
+                    into = self._pool.spare(self, evict)[: flat.full_bytes]
+                self._comm.all_gather(into, flat.sent, tag).wait()
 
     def wait(self) -> None:
         """GATHERING -> GATHERED: the whole parameters are there."""
@@ -282,12 +283,10 @@ class Unit:
         self._pool.take(self._home, self)
         if self._attached is not self._home:
             self._attached = None  # until all of it is there
-            begin = 0
             for flat in self.flats:
-                end = begin + flat.full_bytes
                 flat.full.mark(valid=False)
-                flat.full.attach(memory[begin:end].view(flat.dtypes.compute))
-                begin += aligned(flat.full_bytes)
+                flat.full.attach(memory[: flat.full_bytes].view(flat.dtypes.compute))
+                memory = memory[aligned(flat.full_bytes) :]
             self._attached = self._home
 
     # --- what goes in and out --------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Executor:
                 _check_at_rest(unit)
                 unit.gather(tag, move=move, evict=self.reshard)
             except StateError:
-                unit.join(tag)  # the other ranks are in it
+                unit.join(tag, evict=self._evict)  # the other ranks are in it
                 raise
 
     def join(self, unit: Unit) -> None:
@@ -82,8 +82,15 @@ class Executor:
             self.gather(unit)  # it will be needed, and lies where it has to
         elif self._comm.size > 1:
             with self._comm.awaited("the gather", unit.label), self.doing("join", unit):
-                unit.join(self._tag("gather", unit))
+                unit.join(self._tag("gather", unit), evict=self._evict)
         self.await_readers(unit)
+
+    def _evict(self, unit: Unit) -> bool:
+        """Free ``unit``, if it is not in use and not being gathered, to be used at once."""
+        at_rest = unit.state is State.GATHERED and not unit.in_use
+        if at_rest:
+            self.reshard(unit)
+        return at_rest
 
     def await_readers(self, unit: Unit) -> None:
         """Wait until no rank reads what stays here, which a forward may write before it is refused.

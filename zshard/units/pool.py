@@ -60,7 +60,6 @@ class Pool:
         self._next = 0
         self.allocations = 0
         self.peak_live = 0
-        self._discard: torch.Tensor | None = None
         self._scratch: dict[Scratch, torch.Tensor] = {}
         self._scratch_bytes: dict[Scratch, int] = {}
 
@@ -83,10 +82,9 @@ class Pool:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots, the root's too, and of what takes the place of one to discard."""
+        """Bytes of all slots, the root's too."""
         slots = [*self.slots, *([self.root_slot] if self.root_slot else [])]
-        discard = 0 if self._discard is None else self._discard.numel()
-        return discard + sum(slot.memory.numel() for slot in slots)
+        return sum(slot.memory.numel() for slot in slots)
 
     @property
     def scratch_bytes(self) -> int:
@@ -95,16 +93,39 @@ class Pool:
 
     def free_slot(self, *, grow: bool) -> Slot | None:
         """The next free slot in turn; a new one where none is free and ``grow`` allows it."""
-        while len(self.slots) < self._regular:
-            self.slots.append(self._new_slot(self._slot_bytes))
+        self._make_regular()
         count = len(self.slots)
         for step in range(count):
             slot = self.slots[(self._next + step) % count]
             if slot.owner is None:
                 self._next = (self._next + step + 1) % count
                 return slot
-        if not grow:
-            return None
+        return self._grow() if grow else None
+
+    def spare(self, unit: Unit, evict: Callable[[Unit], bool]) -> torch.Tensor:
+        """Memory for a gather of ``unit`` that only other ranks need, uint8: a slot without owner.
+
+        It gets none by this, and takes no turn.
+
+        Args:
+            evict: reshards a unit that can give way, where no slot is free; whether it could.
+        """
+        if unit.parent is None:
+            return self.own_slot().memory
+        self._make_regular()
+        for slot in self.slots:
+            if slot.owner is None:
+                return slot.memory
+        for slot in self.slots:
+            if slot.owner is not None and evict(slot.owner):
+                return slot.memory
+        return self._grow().memory
+
+    def _make_regular(self) -> None:
+        while len(self.slots) < self._regular:
+            self._grow()
+
+    def _grow(self) -> Slot:
         self.slots.append(self._new_slot(self._slot_bytes))
         return self.slots[-1]
 
@@ -112,19 +133,6 @@ class Pool:
         """Give ``slot`` to ``unit``."""
         slot.owner = unit
         self.peak_live = max(self.peak_live, self.live)
-
-    def discard(self, nbytes: int) -> torch.Tensor:
-        """Memory for a gather that only other ranks need, (nbytes,) uint8; made for the first."""
-        if self._discard is None or self._discard.numel() < nbytes:
-            size = max(nbytes, self._slot_bytes)
-            if self._discard is not None:
-                self.ledger.add("full_buffers", -self._discard.numel())
-                self._discard = None  # the two need not be there at once
-            with torch.inference_mode(False):  # it outlives a first use there
-                self._discard = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self.allocations += 1
-            self.ledger.add("full_buffers", size)
-        return self._discard[:nbytes]
 
     def reserve_scratch(self, nbytes: dict[Scratch, int]) -> None:
         """Note how large the reduce buffers have to be; those that are large enough stay.
