@@ -6,8 +6,8 @@ waits for them; [Note: the ways of gloo] in groups.py says when that is the fast
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -52,7 +52,8 @@ class Messenger:
         self._group, self._rank = group, rank
         # Each rank starts with another peer, so that not all of them send to the same one.
         self._after = [(rank + distance) % size for distance in range(1, size)]
-        self._tags = itertools.cycle(range(_FIRST_TAG, _LAST_TAG))
+        # Not itertools.cycle, which keeps all that it has given.
+        self._tags = chain.from_iterable(repeat(range(_FIRST_TAG, _LAST_TAG)))
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Together:
         """Start gathering every rank's ``shard`` (S,) into ``full`` (N * S,), on the CPU."""
