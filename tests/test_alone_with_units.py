@@ -279,3 +279,39 @@ def test_an_exception_behind_a_read_within_it_ends_the_step_of_the_others(comm: 
     first, second = run_ranks(leave_after_a_read, 2, comm)
     assert first == ["done", "Planted", "done", "done"]
     assert second == ["done", "MismatchError", "done", "done"]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(rank: int, world_size: int, comm: str, who: list[int]) -> list[str]:
+    """Steps of two models; once, on some ranks, Ctrl-C ends a forward of the first half way.
+
+    Between steps the modules hold sharded parameters again.
+    """
+    model, came = zshard.wrap(members(""), comm=comm), []
+    for step in range(4):
+        falls = step == 1 and rank in who
+        handle = model["actor"].blocks[1].register_forward_hook(interrupt) if falls else None
+        try:
+            model["critic"](model["actor"](batch(rank, step))).sum().backward()
+            came.append("done")
+        except (KeyboardInterrupt, zshard.MismatchError) as error:
+            came.append(type(error).__name__)
+        if handle is not None:
+            handle.remove()
+            if world_size == 1:
+                model["critic"](batch(rank, step)).sum().backward()
+        model.zero_grad()
+    zshard.state_dict(model)
+    return came
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_ctrl_c_in_it_ends_the_step_as_another_exception_does(comm: str) -> None:
+    ended = ["done", "KeyboardInterrupt", "done", "done"]
+    assert interrupted(0, 1, "group", [0]) == ended
+    assert run_ranks(interrupted, 2, comm, [0, 1]) == [ended] * 2
+    others = ["done", "MismatchError", "done", "done"]
+    assert run_ranks(interrupted, 2, comm, [1], timeout=20) == [others, ended]

@@ -164,6 +164,7 @@ class Schedule:
         Args:
             ending: of the backward, if one is under way.
         """
+        self.forward.alone.leave_unseen()
         self.backward.abandon(ending)
         self.reducer.abandon()
         self.agreement.abandon()
@@ -242,7 +243,7 @@ class Schedule:
         """
         if not unusable_ok:
             self.require_values(what)
-        if self.backward.raised:
+        if self.backward.raised or self.forward.alone.leave_unseen():
             self.reset()
         self.require_idle(what)
         for unit in self.units if in_modules else ():

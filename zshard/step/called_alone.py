@@ -6,23 +6,32 @@ unit called alone) ends it before: what its forward then still needs is gathered
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import MismatchError
-from ..training_state import TrainingState, inside_backward
+from ..training_state import TrainingState, calls_under_way, inside_backward
 from ..unit import Unit
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
 
 
+@dataclass
+class _Call:
+    """One that is under way."""
+
+    so_far: str = ""  # the calls inside, and what it had needed as others began there
+    thread: int = field(default_factory=threading.get_ident)
+
+
 class CalledAlone:
     """The units of one model that are being called alone."""
 
     def __init__(self, schedule: Schedule) -> None:
-        # With the calls inside of each, and what it had needed as others began there, as text.
-        self._schedule, self._under_way = schedule, dict[Unit, str]()
+        self._schedule, self._under_way = schedule, dict[Unit, _Call]()
 
     def would_be(self, unit: Unit) -> bool:
         """Whether a call of ``unit``'s module is outside of any other's forward."""
@@ -33,17 +42,17 @@ class CalledAlone:
     @property
     def so_far(self) -> str:
         """What a backward through the calls under way depends on."""
-        return ";".join(self._under_way.values())
+        return ";".join(call.so_far for call in self._under_way.values())
 
     def note(self, what: str) -> None:
         """Note ``what`` has come inside of the calls under way: another call, or its needs."""
-        for unit, before in self._under_way.items():
+        for unit, call in self._under_way.items():
             if unit.in_use:  # else an exception has left it, or a backward is within
-                self._under_way[unit] = f"{before} {what}"
+                call.so_far += f" {what}"
 
     def begin(self, unit: Unit) -> None:
         """Note that such a call has begun its pass."""
-        self._under_way[unit] = ""
+        self._under_way[unit] = _Call()
 
     def end(self, unit: Unit) -> None:
         """End the call of ``unit``, if it was such a one.
@@ -51,11 +60,10 @@ class CalledAlone:
         Raises:
             MismatchError: on every rank, if another has begun something else.
         """
-        before = self._under_way.get(unit, "")
-        if self._forget(unit):
+        if (call := self._forget(unit)) is not None:
             agreement, gathered = self._schedule.agreement, self._schedule.executor.gathered_units
             agreement.finish()
-            self._schedule.backward.forwards.note(f"{before};{agreement.needed}", gathered)
+            self._schedule.backward.forwards.note(f"{call.so_far};{agreement.needed}", gathered)
 
     def leave(self, unit: Unit) -> None:
         """As ``end``, behind an exception; see [Note: after an exception] in backward.py."""
@@ -63,11 +71,30 @@ class CalledAlone:
         if self.would_be(unit):
             # Also before it has begun, where the others may have, and behind a read within.
             agreement.abort(in_forward=True)
-        if self._forget(unit) and not self._schedule.comm.broken:
+        if self._forget(unit) is not None and not self._schedule.comm.broken:
             with suppress(MismatchError):  # this rank's own exception comes first
                 agreement.finish()
 
-    def _forget(self, unit: Unit) -> bool:
-        """Whether a pass of its own is to be ended: none if a backward within has raised."""
-        under_way = self._under_way.pop(unit, None) is not None
-        return under_way and self._schedule.executor.state is TrainingState.IDLE
+    def leave_unseen(self, begins: Unit | None = None) -> bool:
+        """Leave the calls that an exception has ended of which no hook is told, such as Ctrl-C.
+
+        Args:
+            begins: a unit of which another call has just begun.
+
+        Returns:
+            Whether there were any; then the model is to be reset.
+        """
+        here = threading.get_ident()  # the others' calls are not on this thread's stack
+        left = [
+            unit
+            for unit, call in self._under_way.items()
+            if call.thread == here and calls_under_way(unit.module) == (unit is begins)
+        ]
+        for unit in reversed(left):
+            self.leave(unit)
+        return bool(left)
+
+    def _forget(self, unit: Unit) -> _Call | None:
+        """The call of ``unit``, if its pass is to be ended: not if a backward within has raised."""
+        call = self._under_way.pop(unit, None)
+        return call if self._schedule.executor.state is TrainingState.IDLE else None

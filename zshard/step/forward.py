@@ -117,8 +117,8 @@ class ForwardHooks:
     def _begin(self) -> None:
         """Begin a forward of its own, together with the other ranks."""
         schedule = self._schedule
-        if self._executor.state is not TrainingState.IDLE:  # the last forward or backward raised
-            schedule.reset()
+        if self._executor.state is not TrainingState.IDLE or self.alone.leave_unseen():
+            schedule.reset()  # the last forward or backward raised
         self._look_first(self._root)
         self._forget_last_forward()
         self._meet(self._root, Intent.FORWARD, "a forward")
@@ -222,7 +222,7 @@ class ForwardHooks:
         if unit.in_use and calls_under_way(module) > 1:
             self._call_themselves.add(unit)
             return  # a part of the call around it
-        if self._backward.raised:
+        if self._backward.raised or self.alone.leave_unseen(unit):
             schedule.reset()
         schedule.require_values(f"a forward of {unit.label}")
         have_dynamo_look_at_hooks()
