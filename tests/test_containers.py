@@ -133,11 +133,30 @@ class Keeps(nn.Module):
         return x * self.lends(x).held
 
 
+class Appends(nn.Linear):
+    """Leaves a view of its weight in a list that is passed by its name."""
+
+    def forward(self, x: Tensor, *, cache: list[Tensor]) -> None:
+        cache.append(self.weight[0])
+
+
+class Caches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lends = Appends(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+        self.lends(x, cache=cache)
+        return x * cache[0]
+
+
 def lent(rank: int, world_size: int) -> None:
-    model = zshard.wrap(Keeps(), units=["lends"], init="broadcast")
-    with pytest.raises(zshard.ShardedAccessError, match="'lends': forward leaves a view of one"):
-        model(torch.ones(1, 3))
+    for kind in (Keeps, Caches):
+        model = zshard.wrap(kind(), units=["lends"], init="broadcast")
+        with pytest.raises(zshard.ShardedAccessError, match="'lends': forward leaves a view of"):
+            model(torch.ones(1, 3))
 
 
-def test_a_view_of_a_parameter_in_an_object_with_one_slot_is_refused() -> None:
+def test_a_view_of_a_parameter_in_an_object_with_one_slot_or_a_list_by_name_is_refused() -> None:
     run_ranks(lent, 2)

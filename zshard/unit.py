@@ -291,17 +291,17 @@ class Unit:
 
     # --- what goes in and out --------------------------------------------------------------------
 
-    def hand_out(self, args: object, output: object) -> object:
+    def hand_out(self, inputs: object, output: object) -> object:
         """``output`` as the caller may keep it.
 
         Raises:
             StateError: as ``check_unwritten``.
             ShardedAccessError: if a view of the full buffer, about to be given back, stays in an
-                object that ``map_tensors`` does not copy, or in a container among ``args``.
+                object that ``map_tensors`` does not copy, or in a container among ``inputs``.
         """
         self.check_unwritten()
         output = self.copy_views(output)
-        found = (*tensors_in(output), *tensors_in(args)) if self.slot_bytes else ()
+        found = (*tensors_in(output), *tensors_in(inputs)) if self.slot_bytes else ()
         if any(map(self._is_view(), found)):
             raise ShardedAccessError(
                 f"unit {self.label!r}: forward leaves a view of one of its parameters in an object "

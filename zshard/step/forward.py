@@ -65,7 +65,8 @@ class ForwardHooks:
         before = self.root_pre_forward if is_root else partial(self._pre_forward, unit)
         after = self.root_post_forward if is_root else partial(self._post_forward, unit)
         unit.module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True)
-        handle = unit.module.register_forward_hook(ModuleHook(after), always_call=True)
+        hook = ModuleHook(after)
+        handle = unit.module.register_forward_hook(hook, with_kwargs=not is_root, always_call=True)
         self._last_hooks[unit] = handle.id
 
     def _let_hooks_see(self, unit: Unit) -> None:
@@ -246,9 +247,11 @@ class ForwardHooks:
             self._backward.recomputation.enter(unit)
         self._agreement.look_ahead()
 
-    def _post_forward(self, unit: Unit, module: nn.Module, args: object, output: object) -> object:
-        schedule = self._schedule
-        if schedule.bypassed():
+    def _post_forward(
+        self, unit: Unit, module: nn.Module, args: object, kwargs: object, output: object
+    ) -> object:
+        inputs = args, kwargs
+        if self._schedule.bypassed():
             return None
         if unit in self._call_themselves and calls_under_way(module) > 1:
             return None
@@ -263,7 +266,7 @@ class ForwardHooks:
                 error = sys.exc_info()[1]
                 carried = (error, getattr(error, "args", ()))
                 # Where a weight is in it, this raises: torch makes that a warning, and all stays.
-                unit.hand_out((args, carried), None)
+                unit.hand_out((inputs, carried), None)
                 self._watch(unit, (output, carried))
                 self._release(unit, keep=self._executor.state is TrainingState.FORWARD)
                 self.alone.leave(unit)
@@ -273,7 +276,7 @@ class ForwardHooks:
             return None
         self._executor.leave(unit)
         try:
-            output = unit.hand_out(args, output)
+            output = unit.hand_out(inputs, output)
         except BaseException:  # which the model may catch: the use has ended
             if self._executor.state is not TrainingState.BACKWARD:
                 self._executor.drop(unit)
