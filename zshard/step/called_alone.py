@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class _Call:
     """One that is under way."""
 
-    so_far: str = ""  # the calls inside, and what it had needed as others began there
+    so_far: str = ""  # the calls inside, as text
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -44,11 +44,10 @@ class CalledAlone:
         """What a backward through the calls under way depends on."""
         return ";".join(call.so_far for call in self._under_way.values())
 
-    def note(self, what: str) -> None:
-        """Note ``what`` has come inside of the calls under way: another call, or its needs."""
-        for unit, call in self._under_way.items():
-            if unit.in_use:  # else an exception has left it, or a backward is within
-                call.so_far += f" {what}"
+    def note(self, unit: Unit) -> None:
+        """Note that ``unit`` is called inside of the calls under way."""
+        for call in self._under_way.values():
+            call.so_far += f" {unit.index}"
 
     def begin(self, unit: Unit) -> None:
         """Note that such a call has begun its pass."""

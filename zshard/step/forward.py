@@ -232,10 +232,9 @@ class ForwardHooks:
         if self._executor.state is TrainingState.FORWARD:
             self.order.append(unit)
             self._keep(None)
-        self.alone.note(str(unit.index))
+        self.alone.note(unit)
         if self.alone.would_be(unit):
             label = f"a forward of {unit.label} alone"
-            self.alone.note(self._agreement.needed)
             with schedule.comm.awaited(label):
                 self._look_first(unit)
                 self._meet(unit, Intent.ALONE, label)
