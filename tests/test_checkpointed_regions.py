@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from models import Blocks
 from ranks import run_ranks
 from steps import batch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import zshard
 from zshard.wrap import schedule_of
@@ -183,3 +188,39 @@ def test_a_region_of_the_roots_own_layers_may_be_come_to_past_its_output(
     strategy: str, world_size: int
 ) -> None:
     run_ranks(from_what_is_kept, world_size, strategy)
+
+
+class Selective(Blocks):
+    """Checkpoints around blocks that keep the results of all their operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        contexts = partial(create_selective_checkpoint_contexts, save_all)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return self.outlet(x)
+
+
+def save_all(*args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def selective(rank: int, world_size: int, comm: str) -> None:
+    torch.manual_seed(0)
+    plain = Selective()
+    model = zshard.wrap(copy.deepcopy(plain), comm=comm, units="layer")
+    optimizers = zshard.SGD(model.parameters(), lr=0.01), torch.optim.SGD(plain.parameters(), 0.01)
+    for step in range(3):
+        for other in range(world_size):
+            (plain(batch(other, step)).square().mean() / world_size).backward()
+        model(batch(rank, step)).square().mean().backward()
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(zshard.full_grad(model, name), param.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_selective_checkpoint_keeps_no_result_of_a_gather_within(comm: str) -> None:
+    run_ranks(selective, 2, comm)

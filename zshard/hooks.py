@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from .errors import ShardedAccessError
@@ -32,7 +35,10 @@ class ModuleHook:
 
     def __call__(self, *args: object) -> Any:
         """Call the function."""
-        return self._function(*args)
+        if not torch._C._len_torch_dispatch_stack():  # as nearly always
+            return self._function(*args)
+        with _outside_selective_checkpoints():
+            return self._function(*args)
 
     def __reduce__(self) -> NoReturn:
         raise ShardedAccessError(
@@ -41,6 +47,27 @@ class ModuleHook:
             "before zshard.wrap. (For an average of the weights wrap two copies, and update one by "
             "ema.lerp_(param, weight), parameter by parameter, under torch.no_grad().)"
         )
+
+
+@contextmanager
+def _outside_selective_checkpoints() -> Iterator[None]:
+    """Hide what we do from the selective checkpoints (of torch.utils.checkpoint) that are around.
+
+    They count a region's operations, and give back the saved results of those whose turn it is, in
+    place of running them. But we gather in other places when a region is recomputed.
+    """
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    selective = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    others = [mode for mode in reversed(modes) if not isinstance(mode, selective)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 @cache
