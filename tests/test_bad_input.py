@@ -258,6 +258,7 @@ WRONG: list[dict[str, object]] = [
     {"ignored": [nn.Parameter(torch.ones(1))]},
     {"ignored": nn.Parameter(torch.ones(2))},
     {"ignored": "outlet.bias"},
+    {"ignored": nn.ModuleDict({"outlet": nn.ReLU()})},
     {"ignored": ["outlet.nothing"]},
     {"device": "nonsense"},
     {"mesh": dist.GroupMember.NON_GROUP_MEMBER},

@@ -77,8 +77,12 @@ def ignored_parameters(
     modules = dict(model.named_modules(remove_duplicate=False))
     own = {id(param) for param in named.values()}
     found: list[nn.Parameter] = []
-    if isinstance(ignored, (str, torch.Tensor)) or not isinstance(ignored, Iterable):
-        raise InputError(f"ignored={ignored!r}: expected a list of parameters, names or modules")
+    # A container is no list of what lies in it: it may have parameters besides, or give names.
+    single = isinstance(ignored, (str, torch.Tensor, nn.Module))
+    if single or not isinstance(ignored, Iterable):
+        raise InputError(
+            f"ignored={_shown(ignored)}: expected a list of parameters, names or modules"
+        )
     for item in ignored:
         if isinstance(item, nn.Parameter) and id(item) in own:
             found.append(item)
@@ -89,9 +93,12 @@ def ignored_parameters(
         elif isinstance(item, str) and item in modules:
             found += modules[item].parameters()
         else:
-            shown = type(item).__name__ if isinstance(item, nn.Module) else repr(item)
-            raise InputError(f"ignored: the model has no parameter or module {shown}")
+            raise InputError(f"ignored: the model has no parameter or module {_shown(item)}")
     return found
+
+
+def _shown(item: object) -> str:
+    return type(item).__name__ if isinstance(item, nn.Module) else repr(item)
 
 
 def check_precision(specs: Sequence[UnitSpec], precision: Precision) -> None:
