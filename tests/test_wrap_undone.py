@@ -53,7 +53,9 @@ def facts(model: nn.Module) -> list[object]:
     for name, param in model.named_parameters(remove_duplicate=False):
         values = param.detach().contiguous().view(-1).view(torch.uint8).tolist()
         about = param.requires_grad, param.dtype, param.shape, param.stride()
-        found.append((name, id(param), type(param), about, getattr(param, "note", ""), values))
+        alone = param.untyped_storage().nbytes() == param.nbytes
+        note = getattr(param, "note", "")
+        found.append((name, id(param), type(param), about, alone, note, values))
     for name, module in model.named_modules():
         hooks = list(module._forward_pre_hooks), list(module._forward_hooks)
         recurrent = len(getattr(module, "_flat_weight_refs", ()))
