@@ -24,7 +24,7 @@ from zshard.training.options import TrainOptions
 from zshard.training.output import check_output
 from zshard.training.scalars import Scalars
 from zshard.training.steptrace import StepTrace
-from zshard.training.train import Run, train
+from zshard.training.train import Run, TrainError, train
 from zshard.training.trainplan import plan_of
 
 SHAPE = {"layers": 2, "width": 36, "heads": 3, "seq": 24, "batch": 3, "device": "cpu"}
@@ -100,6 +100,23 @@ def test_a_run_whose_last_scalars_find_no_room_is_an_error(
     with pytest.raises(MetricsError, match=r"the scalars for TensorBoard cannot .*No space"):
         train(options, Place())
     assert zshard.latest(tmp_path / "run" / "checkpoints") is not None
+
+
+def test_a_run_that_cannot_go_on_ends_once_the_save_under_way_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Mock()
+
+    def loop(run: Run, out: Path) -> bool:
+        run._saving = saving
+        raise TrainError("the loss is nan")
+
+    monkeypatch.setattr(signal, "signal", Mock())
+    monkeypatch.setattr("zshard.training.train._loop", loop)
+    data, out = (str(write_text(tmp_path / "text")),), str(tmp_path / "run")
+    with pytest.raises(TrainError):
+        train(TrainOptions(**SHAPE, data=data, out=out), Place())
+    saving.wait.assert_called_once_with()
 
 
 def test_rank_0_alone_puts_the_ranks_traces_together(
