@@ -20,8 +20,9 @@ from zshard.training import steptrace
 from zshard.training.data import Corpus, MicroBatch
 from zshard.training.job import Job, Place
 from zshard.training.metrics import MetricsError
-from zshard.training.options import TrainOptions
+from zshard.training.options import TrainOptions, resolve
 from zshard.training.output import check_output
+from zshard.training.resume import Progress
 from zshard.training.scalars import Scalars
 from zshard.training.steptrace import StepTrace
 from zshard.training.train import Run, TrainError, train
@@ -117,6 +118,15 @@ def test_a_run_that_cannot_go_on_ends_once_the_save_under_way_is_whole(
     with pytest.raises(TrainError):
         train(TrainOptions(**SHAPE, data=data, out=out), Place())
     saving.wait.assert_called_once_with()
+
+
+def test_a_resumed_run_is_traced_and_planned_only_where_it_is_asked_to_be(tmp_path: Path) -> None:
+    data = (str(write_text(tmp_path / "text")),)
+    before = TrainOptions(data=data, trace="", plan=True, machine="h100")
+    extra = Progress(1, 1, 0, before.as_json()).as_extra()
+    zshard.save(tmp_path / "saved", zshard.wrap(torch.nn.Linear(2, 3)), extra=extra)
+    now = resolve({"resume": str(tmp_path / "saved"), "out": str(tmp_path / "run")})
+    assert (now.trace, now.plan, now.machine) == (None, False, None)
 
 
 def test_rank_0_alone_puts_the_ranks_traces_together(
