@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import models
@@ -53,6 +54,25 @@ def test_rows_or_columns_in_different_orders_are_refused_on_every_rank(
 ) -> None:
     for refusal in run_ranks(one_step, 4, rows, "auto"):
         assert str(rows) in refusal and said in refusal
+
+
+def raises_on_one(rank: int, world_size: int) -> str:
+    model, x = zshard.wrap(nn.Linear(3, 2), mesh=DeviceMesh("cpu", [[2, 3], [0, 1]])), torch.ones(3)
+    with zshard.no_sync(model):
+        out = model(x)
+        if rank == 2:
+            out.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError) if rank == 2 else nullcontext():
+            out.sum().backward()
+    model(x).sum().backward()
+    with pytest.raises(zshard.StateError) as raised:
+        zshard.clip_grad_norm_(model, 1.0)
+    return str(raised.value)
+
+
+def test_a_rank_whose_backward_has_raised_is_named_by_its_number_among_all() -> None:
+    for said in run_ranks(raises_on_one, 4):
+        assert said.startswith("on rank 2 a backward of this step"), said
 
 
 def misfits(
