@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -214,3 +215,15 @@ def sparse_on_one(rank: int, world_size: int) -> str:
 def test_a_buffer_that_is_sparse_on_some_ranks_alone_is_refused_on_all() -> None:
     for message in run_ranks(sparse_on_one, 2):
         assert "sparse buffers" in message and "mask" in message
+
+
+def test_nothing_is_undone_together_with_ranks_that_cannot_be_reached() -> None:
+    sharder = sharding.Sharder(built(), zshard.Precision(), Mock(), torch.device("cpu"), {})
+    with patch.object(sharder, "_undo") as undo:
+        for gone in (zshard.CommError("rank 1 has ended"), KeyboardInterrupt()):
+            with pytest.raises(type(gone)), sharder:
+                raise gone
+        undo.assert_not_called()
+        with pytest.raises(zshard.WrapError), sharder:
+            raise zshard.WrapError("no memory")
+        undo.assert_called_once_with()
