@@ -56,6 +56,18 @@ def test_rows_or_columns_in_different_orders_are_refused_on_every_rank(
         assert str(rows) in refusal and said in refusal
 
 
+def outside(rank: int, world_size: int, ranks: Sequence[object]) -> None:
+    mesh = DeviceMesh("cpu", ranks)
+    if rank == 1:
+        with pytest.raises(zshard.InputError, match=r"mesh=\[.*0.*\]: this rank is not in it"):
+            zshard.wrap(nn.Linear(3, 2), mesh=mesh)
+
+
+@pytest.mark.parametrize("ranks", [[0], [[0]]], ids=str)
+def test_a_rank_that_is_not_in_the_mesh_is_told_so(ranks: Sequence[object]) -> None:
+    run_ranks(outside, 2, ranks)
+
+
 def raises_on_one(rank: int, world_size: int) -> str:
     model, x = zshard.wrap(nn.Linear(3, 2), mesh=DeviceMesh("cpu", [[2, 3], [0, 1]])), torch.ones(3)
     with zshard.no_sync(model):

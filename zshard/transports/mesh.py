@@ -74,12 +74,14 @@ def groups_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> Groups:
             the sharding group; a 2-D DeviceMesh, (replicate, shard).
 
     Raises:
-        InputError: for a mesh of more than two dimensions, or of another type; for a 2-D one whose
-            rows, or columns, order their ranks differently.
+        InputError: for a mesh of more than two dimensions, of another type, or without this rank;
+            for a 2-D one whose rows, or columns, order their ranks differently.
     """
     if mesh is None:
         return _sharded_over(dist.group.WORLD)
     if isinstance(mesh, DeviceMesh):
+        if mesh.get_coordinate() is None:
+            raise InputError(f"mesh={mesh.mesh.tolist()}: this rank is not in it")
         if mesh.ndim == 1:
             return _sharded_over(mesh.get_group())
         if mesh.ndim == 2:
