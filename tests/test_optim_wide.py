@@ -28,10 +28,21 @@ def _make(name: str, **options: object) -> Make:
     return make
 
 
+def _in_groups(model: nn.Module, ours: bool) -> torch.optim.Optimizer:
+    matrices = [param for param in model.parameters() if param.ndim >= 2]
+    others = [param for param in model.parameters() if param.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-2, "betas": (0.8, 0.9)},
+    ]
+    return (zshard if ours else torch.optim).AdamW(groups, lr=1e-2, eps=1e-6)
+
+
 OPTIMIZERS = {
     "AdamW": _make("AdamW", lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1),
     "Adam": _make("Adam", lr=1e-2, eps=1e-6, weight_decay=0.1),
     "Adam without decay": _make("Adam", lr=1e-2, eps=1e-6),
+    "AdamW, in groups": _in_groups,
     "SGD": _make("SGD", lr=5e-2),
     "SGD, all of it": _make(
         "SGD", lr=5e-2, momentum=0.9, nesterov=True, weight_decay=0.01, maximize=True
