@@ -83,6 +83,16 @@ def test_a_module_of_torchscript_inside_a_model_is_refused_and_may_be_ignored() 
     assert scripted.weight.grad is not None
 
 
+@pytest.mark.parametrize("name", ["again", "again.bias"])
+def test_what_is_ignored_lies_in_the_model_under_any_of_its_names(name: str) -> None:
+    model = Blocks()
+    model.again = model.outlet
+    with pytest.raises(zshard.InputError, match=r"the model has no parameter or module Linear"):
+        zshard.wrap(model, ignored=[nn.Linear(2, 2)])
+    zshard.wrap(model, ignored=[name])
+    assert type(model.outlet.bias) is nn.Parameter
+
+
 def on_two_devices(rank: int, world_size: int) -> None:
     _setup_privateuseone_for_python_backend("other")  # of this process, for good
     model = Blocks()
