@@ -11,6 +11,7 @@ from training import STEPS, Wrapped, adamw, train
 
 import zshard
 from zshard import ops
+from zshard.units.master import Master
 from zshard.wrap import schedule_of
 
 SPLIT = zshard.Precision.bf16(master="split")
@@ -152,3 +153,11 @@ def test_bf16_parameters_split_without_a_compute_dtype() -> None:
     zshard.wrap(model, precision=zshard.Precision(master="split"))
     split = {flat.dtypes.param: flat.dtypes.split for flat in schedule_of(model).units[0].flats}
     assert split == {torch.bfloat16: True, torch.float32: False}
+
+
+def test_values_that_a_load_scatters_keep_every_bit() -> None:
+    dtypes = SPLIT.resolve(torch.float32)
+    master = Master(torch.zeros(96), torch.empty(96, dtype=dtypes.compute), dtypes)
+    at, values = torch.randperm(96)[:40], torch.randn(40)
+    master.scatter(at, values)
+    assert torch.equal(master.read(), torch.zeros(96).index_put((at,), values))
