@@ -48,3 +48,10 @@ def test_gradients_of_batch_normalisation_are_reduced_in_the_dtype_of_the_others
     for name, _ in model.named_parameters():
         grad = zshard.full_grad(model, name)
         assert grad is not None and grad.dtype == torch.bfloat16, name
+
+
+def test_a_model_with_float64_beside_fp32_may_compute_in_bf16() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    zshard.wrap(model, precision=zshard.Precision.bf16())
+    dtypes = [zshard.full_param(model, name).dtype for name in ("0.weight", "1.weight")]
+    assert dtypes == [torch.float32, torch.float64]
