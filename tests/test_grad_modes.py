@@ -82,3 +82,33 @@ def forces(rank: int, world_size: int) -> None:
 
 def test_a_model_that_makes_forces_is_evaluated_with_whole_parameters() -> None:
     run_ranks(forces, 2)
+
+
+class Guided(nn.Linear):
+    """Adds the gradient of another model, which is not a submodule."""
+
+    def __init__(self, guide: nn.Module) -> None:
+        super().__init__(8, 8)
+        self._guide = [guide]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self._guide[0](at).sum(), at)
+        return super().forward(x) + force
+
+
+def guided(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    guide = zshard.wrap(InTheModel())
+    model = zshard.wrap(Guided(guide))
+    with torch.no_grad():
+        expected = model(INPUT)
+        with zshard.full_params(model), zshard.full_params(guide):
+            assert torch.equal(model(INPUT), expected)
+    with zshard.full_params(guide), pytest.raises(zshard.StateError, match="enabled inside"):
+        model(INPUT)  # in a step
+
+
+def test_so_is_one_that_takes_them_of_another_model() -> None:
+    run_ranks(guided, 2)

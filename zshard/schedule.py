@@ -190,9 +190,14 @@ class Schedule:
         return self.whole
 
     def _called_inside(self) -> bool:
-        """Whether what is called now is so in a method, or in a call of another unit, or itself."""
-        modules = {unit.module for unit in self.units}
-        return bool(self.methods.running) or sum(each in modules for each in modules_called()) > 1
+        """Whether what is called now is so in a method, or in a call of another unit, or itself.
+
+        Of this model, or of another one that is inside ``full_params``, too.
+        """
+        whole = [schedule for schedule in live() if schedule.whole]
+        modules = {unit.module for schedule in whole for unit in schedule.units}
+        in_method = any(schedule.methods.running for schedule in whole)
+        return in_method or sum(each in modules for each in modules_called()) > 1
 
     def require_values(self, what: str) -> None:
         """Raise StateError, on every rank, if ``what`` would use parameters without values."""
