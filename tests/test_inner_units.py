@@ -129,3 +129,41 @@ def others_inside(rank: int, world_size: int, prefetch: int) -> None:
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_unit_in_use_stays_while_another_rank_needs_another_one_inside_it(prefetch: int) -> None:
     run_ranks(others_inside, 2, prefetch)
+
+
+class Forces(nn.Module):
+    """Adds what the gradient is of what its own layer and the first ``through`` units inside make.
+
+    Of its input, which that gradient comes to through its own layer.
+    """
+
+    def __init__(self, through: int) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.own, self.through = nn.Linear(3, 3), through
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.detach().requires_grad_()
+        made = [self.own(at)]
+        for inner in self.inner:
+            made.append(inner(made[-1]).tanh())
+        (force,) = torch.autograd.grad(made[self.through].sum(), at)
+        return self.own(x) + force
+
+
+def forces(rank: int, world_size: int, prefetch: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Forces(through=1 + rank))
+    plain = copy.deepcopy(model)
+    units = ["0", *(f"0.inner.{index}" for index in range(3))]
+    zshard.wrap(model, units=units, prefetch=prefetch, comm="group")
+    for step in range(2):
+        x = batch(rank, step)
+        out = model(x)
+        assert torch.equal(out, plain(x))
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_so_does_one_whose_forward_a_backward_is_inside_of(prefetch: int) -> None:
+    run_ranks(forces, 2, prefetch)

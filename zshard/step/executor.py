@@ -29,12 +29,14 @@ class Executor:
     Attributes:
         state: where in a step the model is; ``enter_state`` alone changes it.
         step: backwards that were reduced so far.
+        interrupted: units whose forwards the backward under way is inside of; see interrupted.py.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, reducer: Reducer) -> None:
         self._units, self._root, self._comm, self._reducer = tuple(units), units[0], comm, reducer
         self.state = TrainingState.IDLE
         self.step = 0
+        self.interrupted: Sequence[Unit] = ()
 
     def enter_state(self, state: TrainingState) -> None:
         """Change the model's state.
@@ -88,6 +90,8 @@ class Executor:
     def _evict(self, unit: Unit) -> bool:
         """Free ``unit``, if it is not in use and not being gathered, to be used at once."""
         at_rest = unit.state is State.GATHERED and not unit.in_use
+        # A backward reads the weights of a unit inside of whose forward it is, unannounced.
+        at_rest = at_rest and unit not in self.interrupted
         if at_rest:
             self.reshard(unit)
         return at_rest

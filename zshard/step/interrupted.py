@@ -35,6 +35,7 @@ class Interrupted:
         # Outside of a forward of its own the root is in use for a backward to come.
         outside = () if self._in_forward else (schedule.root,)
         self.units = [u for u in schedule.units if u.in_use and u not in outside]
+        schedule.executor.interrupted = self.units
         self._forward_ios = [unit.forward_io for unit in self.units]
         for unit in self.units:
             unit.forward_io = ForwardIO()  # freeing the unit drops this one's inputs
@@ -79,3 +80,4 @@ class Interrupted:
             for unit, forward_io in zip(self.units, self._forward_ios, strict=True):
                 schedule.obtain(unit)
                 unit.forward_io = forward_io
+        self.forget()
