@@ -87,7 +87,7 @@ class CalledAlone:
         left = [
             unit
             for unit, call in self._under_way.items()
-            if call.thread == here and calls_under_way(unit.module) == (unit is begins)
+            if call.thread == here and calls_under_way(unit.module) == int(unit is begins)
         ]
         for unit in reversed(left):
             self.leave(unit)
