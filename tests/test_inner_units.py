@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from steps import batch
 from torch import Tensor, nn
@@ -114,16 +116,22 @@ class CallsSome(nn.Module):
         return self.own(x)
 
 
-def others_inside(rank: int, world_size: int, prefetch: int) -> None:
+def train_beside(make: Callable[[], nn.Module], prefetch: int) -> None:
+    """Check the outputs of steps of a unit and those inside it, on ranks that run unlike ones."""
     torch.manual_seed(0)
-    model = nn.Sequential(CallsSome((0, 1) if rank == 0 else (1,)))
+    model = nn.Sequential(make())
     plain = copy.deepcopy(model)
-    zshard.wrap(model, units=["0", "0.inner.0", "0.inner.1"], prefetch=prefetch, comm="group")
+    units = ["0", *(f"0.inner.{index}" for index in range(len(model[0].inner)))]
+    zshard.wrap(model, units=units, prefetch=prefetch, comm="group")
     for step in range(2):
-        x = batch(rank, step)
+        x = batch(dist.get_rank(), step)
         out = model(x)
         assert torch.equal(out, plain(x))
         out.sum().backward()
+
+
+def others_inside(rank: int, world_size: int, prefetch: int) -> None:
+    train_beside(lambda: CallsSome((0, 1) if rank == 0 else (1,)), prefetch)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -152,16 +160,7 @@ class Forces(nn.Module):
 
 
 def forces(rank: int, world_size: int, prefetch: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Forces(through=1 + rank))
-    plain = copy.deepcopy(model)
-    units = ["0", *(f"0.inner.{index}" for index in range(3))]
-    zshard.wrap(model, units=units, prefetch=prefetch, comm="group")
-    for step in range(2):
-        x = batch(rank, step)
-        out = model(x)
-        assert torch.equal(out, plain(x))
-        out.sum().backward()
+    train_beside(lambda: Forces(through=1 + rank), prefetch)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
