@@ -28,7 +28,7 @@ from zshard.transports.processes import Life, Processes
 
 _CPU = torch.device("cpu")
 _TAG = Tag(3, "gather", "blocks.0")
-_GRACE_SECONDS = 1.0
+_GRACE_LOOKS = 2
 
 
 def forgets(rank: int, world_size: int, op: str, folder: str) -> None:
@@ -38,7 +38,7 @@ def forgets(rank: int, world_size: int, op: str, folder: str) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        processes._GRACE_SECONDS = _GRACE_SECONDS
+        processes._GRACE_LOOKS = _GRACE_LOOKS
         stuck = Ranks(pair, _CPU).start_all_reduce(torch.ones(3), maximum=False)
         for name in ("all_to_all_single", "broadcast", "all_gather"):
             setattr(dist, name, lambda *_, **__: stuck)
@@ -65,7 +65,7 @@ def test_a_wait_that_gloo_would_not_end_ends_with_the_name_of_the_rank_that_ende
     with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"):
         run_ranks(forgets, 3, op, str(tmp_path), grace=8)
     took, said = (tmp_path / "said").read_text().split(" ", 1)
-    assert float(took) >= _GRACE_SECONDS
+    assert float(took) >= _GRACE_LOOKS * processes._SLICE.total_seconds()
     assert f"rank 0 of 3: {op} in gather of unit 'blocks.0' in step 3 failed: not complete" in said
     assert "rank 1 (process " in said
     assert "has ended" in said
@@ -179,6 +179,37 @@ def watched(*children: subprocess.Popen[bytes]) -> tuple[Processes, list[Life]]:
     return Processes([f"rank {rank}" for rank in range(len(lives))], lives), lives
 
 
+class CompleteAfter(Looked):
+    """A collective for which a wait of no time at all, as it seems, is over several times."""
+
+    def __init__(self, waits: int) -> None:
+        super().__init__(complete_at=float("inf"))
+        self.waits = waits
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """It is not complete in time at first."""
+        self.waits -= 1
+        if self.waits >= 0:
+            raise RuntimeError("Operation timed out!")
+        return True
+
+
+def test_time_for_which_this_process_was_stopped_is_none_that_gloo_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that stands still for an hour between two looks, as the clocks have it."""
+    with subprocess.Popen(["true"]) as child:
+        found, _ = watched(child)
+        child.wait()
+        now = iter(range(0, 10**6, 3600))
+        monkeypatch.setattr(processes.time, "monotonic", lambda: next(now))
+        found.wait(CompleteAfter(processes._GRACE_LOOKS - 1))
+        found.wait(CompleteAfter(1))  # a later one, too, may be stopped in its first wait
+        found.wait(CompleteAfter(1))
+        with pytest.raises(RuntimeError, match=r"not complete 10 times 0\.5 s after"):
+            found.wait(CompleteAfter(2))
+
+
 def test_after_an_error_the_rank_that_ends_now_is_found_beside_one_that_had_ended() -> None:
     with subprocess.Popen(["true"]) as early, subprocess.Popen(["sleep", "20"]) as late:
         found, _ = watched(early, late)
@@ -212,7 +243,7 @@ def test_processes_are_watched_as_long_as_a_script_may_communicate() -> None:
 
 
 def meets_late(rank: int, world_size: int) -> list[list[int]]:
-    processes._GRACE_SECONDS = 0.1
+    processes._GRACE_LOOKS = 1
     comm = Comm(None, _CPU, "group")
     time.sleep(1.5 * rank)
     return comm.all_gather_words([rank], _TAG)

@@ -5,7 +5,9 @@ A send to a process that has just ended may fail while gloo writes it at once. g
 connection, and every send and receive that it has noted fails, but this one is not noted anywhere:
 its collective ends only when the group's timeout is over, half an hour as a rule. So a wait looks
 from time to time whether the other processes still live. One that has ended is no error by itself:
-a rank that has all it needs of the last collective may go before the others have.
+a rank that has all it needs of the last collective may go before the others have. Looks are counted
+until a wait gives up, not seconds: where this process itself was stopped for a while, by a signal
+or with its machine, gloo's threads were as well, and are given their time when it goes on.
 
 [Note: waits that stay awake]
 A small collective is complete sooner than a core that has gone to sleep, of a virtual machine above
@@ -31,7 +33,7 @@ from .messages import Work, works_of
 
 _SLICE = timedelta(seconds=0.5)  # of a wait, between looks at whether the others live
 _AWAKE_SECONDS = 5e-4  # of a wait, at its beginning; see [Note: waits that stay awake]
-_GRACE_SECONDS = 5.0  # from the end of a rank to that of the collectives it had taken part in
+_GRACE_LOOKS = 10  # from the end of a rank to that of the collectives it had taken part in
 _END_SECONDS = 0.5  # from the end of a process's connections to its own, at most
 
 
@@ -59,7 +61,7 @@ class Processes:
         for life in lives:
             self._poll.register(life.fd, select.POLLIN)
         self._gone: set[int] = set()  # as of the last look
-        self._since: float | None = None  # when a wait has first found that a rank has ended
+        self._looks = 0  # at which a wait has found that a rank has ended
         # At exit the system does it: others' functions may still communicate then.
         weakref.finalize(self, close_all, [life.fd for life in lives]).atexit = False
 
@@ -101,6 +103,7 @@ class Processes:
         begin = time.perf_counter()  # see [Note: waits that stay awake]
         while not work.is_completed() and time.perf_counter() - begin < _AWAKE_SECONDS:
             os.sched_yield()
+        looks = 0
         while True:
             try:
                 work.wait(_SLICE)
@@ -110,11 +113,13 @@ class Processes:
                     return
             else:
                 return
-            if self._since is None and self.ended():
-                self._since = time.monotonic()
-            # A wait that begins later than that has a look, too, before it gives up.
-            if self._since is not None and time.monotonic() - self._since >= _GRACE_SECONDS:
-                raise RuntimeError(f"not complete {_GRACE_SECONDS:g} s after a rank has ended")
+            if self._looks or self.ended():
+                looks += 1
+                self._looks += 1
+            # A wait that begins later than that has looks of its own, too, before it gives up.
+            if looks > 1 and self._looks > _GRACE_LOOKS:
+                grace = f"{_GRACE_LOOKS} times {_SLICE.total_seconds():g} s"
+                raise RuntimeError(f"not complete {grace} after a rank has ended")
 
 
 def descriptor_path(descriptor: int) -> str:
