@@ -7,7 +7,9 @@ All leaves of a flat buffer share the version counter of ``base``. While the uni
 counter says which values the buffer holds (twice the version of the master); while it is not, it
 says so by an odd number, unless nobody else takes the memory and it still holds those values. So a
 graph that reads a weight that is not there, or one that an optimizer has changed since, gets
-autograd's own "modified by an inplace operation" error, never another unit's numbers.
+autograd's own "modified by an inplace operation" error, never another unit's numbers. Writes in
+place, which count up the counter as well, and are refused in the end, have ``_ROOM`` between two
+such numbers: what is saved behind one is no version of anything else.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from .flat import Flat
 
 
+_ROOM = 1 << 12  # see [Note: the version counter guards a gathered buffer]
+_COUNTERS = 1 << 32  # that torch's version counters count up to
+
+
 class FullBuffer:
     """The whole parameters of ``flat``, once there is memory for them.
 
@@ -53,8 +59,9 @@ class FullBuffer:
         self.base: torch.Tensor | None = None
         self.recv: torch.Tensor | None = None
         self.leaves: list[Parameter] = []
-        self._marked = 1  # the version counter of `base` as we last set it; odd: no values
-        self._noted = 1  # what it was as writes were noted last, or `_marked`
+        self._valid = False  # as last marked
+        self._marked = 0  # the version counter of `base` as we last set it
+        self._noted = 0  # what it was as writes were noted last, or `_marked`
         self._watched: set[int] = set()  # leaves that call at their gradient
         self._accumulators: list[Node] | None = None  # of the trained leaves, once asked for
 
@@ -149,9 +156,11 @@ class FullBuffer:
             valid: whether it holds the master's values; else something else, or older ones.
         """
         if self.base is not None:
-            if self._is_valid and self.written and self._flat.master.has_copy:
+            if self._valid and self.written and self._flat.master.has_copy:
                 self._flat.master.stale = True  # it may have been written: to be cast anew
-            self._marked = self._noted = 2 * self._flat.version + (not valid)
+            self._valid = valid
+            state = 2 * self._flat.version + (not valid)
+            self._marked = self._noted = state * _ROOM % _COUNTERS
             _unsafe_set_version_counter((self.base,), (self._marked,))
             set_kind(self.leaves, LiveLeaf if valid else DeadLeaf)
 
@@ -165,11 +174,6 @@ class FullBuffer:
             set_kind(self.leaves, RestingLeaf)
         else:
             self.mark(valid=False)
-
-    @property
-    def _is_valid(self) -> bool:
-        # See `mark`.
-        return self.base is not None and self._marked % 2 == 0
 
     @property
     def written(self) -> bool:
@@ -186,7 +190,7 @@ class FullBuffer:
 
         Other data that a leaf was given is taken back.
         """
-        if self.base is None or not self._is_valid:
+        if self.base is None or not self._valid:
             return False
         with as_autograd_sees():
             moved = [
