@@ -103,19 +103,20 @@ def test_a_run_whose_last_scalars_find_no_room_is_an_error(
     assert zshard.latest(tmp_path / "run" / "checkpoints") is not None
 
 
+@pytest.mark.parametrize("kind", [TrainError, MetricsError])
 def test_a_run_that_cannot_go_on_ends_once_the_save_under_way_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[zshard.Error], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = Mock()
 
     def loop(run: Run, out: Path) -> bool:
         run._saving = saving
-        raise TrainError("the loss is nan")
+        raise kind("the loss is nan, or a disk full")
 
     monkeypatch.setattr(signal, "signal", Mock())
     monkeypatch.setattr("zshard.training.train._loop", loop)
     data, out = (str(write_text(tmp_path / "text")),), str(tmp_path / "run")
-    with pytest.raises(TrainError):
+    with pytest.raises(kind):
         train(TrainOptions(**SHAPE, data=data, out=out), Place())
     saving.wait.assert_called_once_with()
 

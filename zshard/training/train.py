@@ -26,6 +26,7 @@ from ..words import counted
 from .data import Corpus, MicroBatch, find_files
 from .job import STOPPED, Job, Place, choose_device
 from .metrics import (
+    MetricsError,
     MetricsLog,
     RankMemory,
     StepMetrics,
@@ -197,6 +198,7 @@ def train(options: TrainOptions, place: Place) -> int:
     Raises:
         InputError: for text or a checkpoint that cannot be used.
         CheckpointError: when one cannot be read or written.
+        MetricsError: on rank 0, when the metrics cannot be written.
         TrainError: when the loss is no longer finite.
     """
     origin = None if options.resume is None else find_origin(Path(options.resume))
@@ -219,8 +221,8 @@ def train(options: TrainOptions, place: Place) -> int:
     with job.stopped_by_sigterm():
         try:
             complete = _loop(run, out)
-        except TrainError:
-            run.finish_save()  # on all ranks, and the checkpoint to resume from may be this one
+        except (TrainError, MetricsError):
+            run.finish_save()  # the others do, too, and it may be the checkpoint to resume from
             raise
         if complete:
             _finish(run, out, planned)
