@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 
 import models
 import pytest
@@ -12,6 +13,7 @@ from models import Blocks
 from ranks import run_ranks
 from steps import batch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import zshard
@@ -191,6 +193,26 @@ def called_while_accumulating(rank: int, world_size: int) -> list[set[str]]:
 def test_they_are_called_for_what_the_backward_has_added_to_alone(world_size: int) -> None:
     for first, second in run_ranks(called_while_accumulating, world_size):
         assert len(first) == 19 and first - second == {n for n in first if "blocks.1" in n}
+
+
+def steps_in_backward(param: nn.Parameter) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # it warns, and takes seconds
+
+    _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda param: register_multi_grad_hook([param], print), get_gradient_edge, steps_in_backward],
+    ids=["register_multi_grad_hook", "get_gradient_edge", "_apply_optimizer_in_backward"],
+)
+def test_what_needs_a_node_at_the_parameter_is_told_of_its_hooks(
+    call: Callable[[nn.Parameter], object], request: pytest.FixtureRequest
+) -> None:
+    param = zshard.wrap(nn.Linear(3, 2)).weight
+    name = request.node.callspec.id
+    with pytest.raises(zshard.ShardedAccessError, match=rf"{name} .*'weight'.*register_post_accum"):
+        call(param)
 
 
 def test_a_hook_on_a_frozen_parameter_is_refused_as_in_plain_torch() -> None:

@@ -31,6 +31,9 @@ WHOLE_TENSORS = (
     "zshard.full_params(model, write=True)."
 )
 
+# Of torch, what looks for the node of the graph that accumulates a parameter's gradient.
+_NEED_THE_NODE = ("register_multi_grad_hook", "get_gradient_edge", "_apply_optimizer_in_backward")
+
 _LOOKS_AT = "What only looks at values, as a hook, can do so between steps, with zshard.full_param."
 
 
@@ -59,6 +62,13 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             f"rank holds {counted(first.local_numel, 'element')}: on every rank, read it with "
             "zshard.full_grad(model, name), and assign what is to replace it (param.grad = whole). "
             f"{WHOLE_TENSORS}"
+        )
+    called = {frame.f_code.co_name for frame in _callers()}
+    if seeker := next((each for each in _NEED_THE_NODE if each in called), None):
+        raise ShardedAccessError(
+            f"{seeker} needs the graph's node at {first.fqn!r}, and a sharded parameter has none: "
+            "give it a hook, which has this rank's whole gradient (register_hook), or is called "
+            "once the reduced one is there (register_post_accumulate_grad_hook)."
         )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
