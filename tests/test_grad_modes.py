@@ -63,6 +63,34 @@ def test_backward_goes_through_a_forward_that_enabled_gradients_itself(comm: str
     run_ranks(enabled, 2, comm)
 
 
+class Ordered(InBlocks):
+    """Runs its blocks in an order of the moment."""
+
+    order: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def ordered(rank: int, world_size: int, comm: str) -> None:
+    plain, wrapped = pair(Ordered, comm=comm)
+    for order in ((0, 1, 2), (1, 0, 2), (0, 1, 0, 2), (1, 0, 2)):
+        for model in (plain, wrapped):
+            model.zero_grad()
+            model.order = order
+            with torch.no_grad():
+                output = model(INPUT)
+            output.square().sum().backward()
+        assert_same_grads(plain, wrapped)
+
+
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_such_forwards_may_go_other_ways_each_time(comm: str) -> None:
+    run_ranks(ordered, 2, comm)
+
+
 def forces(rank: int, world_size: int) -> None:
     plain, wrapped = pair(GivesAForce)
     twice = zshard.method(wrapped, "twice")

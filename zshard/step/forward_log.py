@@ -63,7 +63,8 @@ class ForwardLog:
         """
         if self._backwards > 0:
             self._noted, self._backwards = [], 0
-        if torch.is_grad_enabled() or inside_backward():
+        # The last: where the forward itself has enabled gradients.
+        if torch.is_grad_enabled() or inside_backward() or self.current.holds is not None:
             # Without those that nobody can go through any more.
             self._noted = [each for each in self._noted if each.forward() is not None]
             calls = " ".join(str(unit.index) for unit in order)
