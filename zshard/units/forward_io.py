@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..containers import tensors_in
 from .storage import storage_of
@@ -70,9 +71,25 @@ def lying_in(buffers: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
     storages = {storage_of(buffer) for buffer in buffers}
 
     def lies(tensor: torch.Tensor) -> bool:
+        if inside := _made_of(tensor):
+            return any(map(lies, inside))
         try:
             return storage_of(tensor) in storages
-        except (NotImplementedError, RuntimeError):  # sparse, nested or batched: not a view
+        except (NotImplementedError, RuntimeError):  # batched, say: not a view
             return False
 
     return lies
+
+
+def _made_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the values of one that has no memory of its own: sparse, nested."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values()]
+    if tensor.layout in _COMPRESSED:
+        return [tensor.values()]
+    if is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return []
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -1,0 +1,65 @@
+"""Units that return their own parameter as the values of a tensor without memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from odd import INPUT, Stacked, assert_same_grads, pair
+from ranks import run_ranks
+from torch import Tensor, nn
+
+AT = torch.arange(8)
+
+
+def coordinates(values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(torch.stack([AT, AT.flip(0)]), values, (8, 8))
+
+
+def rows(values: Tensor) -> Tensor:
+    return torch.sparse_csr_tensor(torch.arange(9), AT.flip(0), values, (8, 8))
+
+
+def jagged(values: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(values.view(8, 1), torch.tensor([0, 3, 8]))
+
+
+class Weights(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.values, self.make = nn.Parameter(torch.rand(8)), make
+
+    def forward(self) -> Tensor:
+        return self.make(self.values)
+
+
+class Weighted(Stacked):
+    """Uses what the units return when all have returned, and others lie where they have lain."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda: Weights(make))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weights in [block() for block in self.blocks]:
+            if weights.is_nested:
+                x = x * weights.values().view(8)
+            else:
+                x = torch.sparse.mm(weights, x.reshape(-1, 8).t()).t()
+        return x
+
+
+def returns_values(rank: int, world_size: int, make: Callable[[Tensor], Tensor]) -> None:
+    plain, wrapped = pair(lambda: Weighted(make), prefetch=0)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(INPUT), plain(INPUT))
+    for model in (plain, wrapped):
+        model(INPUT).square().mean().backward()
+    assert_same_grads(plain, wrapped)
+
+
+@pytest.mark.parametrize("make", [coordinates, rows, jagged])
+def test_a_unit_may_return_a_sparse_or_nested_tensor_of_its_parameter(
+    make: Callable[[Tensor], Tensor],
+) -> None:
+    run_ranks(returns_values, 2, make)
