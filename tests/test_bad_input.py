@@ -322,12 +322,13 @@ def test_torchs_clipping_is_refused_with_ours(foreach: bool) -> None:
 
 
 class OddMemory(nn.Module):
-    """A parameter of one value for all, and ones that are made for inference."""
+    """Parameters of one value for all and of one in a column, and ones made for inference."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         torch.manual_seed(rank)
         self.same = nn.Parameter(torch.randn(1).expand(4))
+        self.one = nn.Parameter(torch.randn(4, 4)[:1, 0])
         with torch.inference_mode():
             self.linear = nn.Linear(4, 4)
 

@@ -75,3 +75,19 @@ def test_it_is_the_same_wherever_the_values_lie(kind: str) -> None:
     assert digest(values.view(-1)[1:]) == digest(values.view(-1)[1:].clone())
     assert digest(values.t()) == digest(values.t().contiguous()) != digest(values)
     assert digest(torch.empty(0)) == digest(torch.empty(0)) != digest(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(8, 3)[2:3, 1],
+        torch.ones(()).expand(1),
+        torch.arange(24.0).view(8, 3).t(),
+        torch.randn(8, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.randn(8)),
+    ],
+    ids=["one element of a column", "one expanded", "transposed", "conjugated", "negated"],
+)
+def test_it_is_of_the_values_however_they_lie(tensor: Tensor) -> None:
+    plain = torch.tensor(tensor.tolist(), dtype=tensor.dtype)
+    assert digests.digest(tensor) == digests.digest(plain)

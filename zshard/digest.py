@@ -22,7 +22,9 @@ def digest(tensor: torch.Tensor) -> str:
     Ranks compare those of tensors of one shape, dtype and kind of device: it is XXH3 on a CPU, and
     on a GPU, where a sum is what is fast, one of words that are mixed with their places.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not by view(-1): one element is contiguous whatever its stride, which then stays.
+    data = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
     if data.is_cpu:
         return xxhash.xxh3_64_hexdigest(bytes_of(data))
     return mixed_sum(data)

@@ -158,7 +158,7 @@ class HeldWhole(Held):
 
     def digest(self) -> str:
         """A checksum of its values."""
-        return digest(self._tensor.resolve_conj().resolve_neg())
+        return digest(self._tensor)
 
     def store(self, begin: int, values: torch.Tensor) -> None:
         """Into the tensor."""

@@ -183,7 +183,9 @@ def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
                     continue
                 with torch.inference_mode() if owned.param.is_inference() else nullcontext():
                     value = owned.param.detach().contiguous()
-                    comm.broadcast(value.view(-1), Tag(None, "wrap", spec.label))
+                    # Not view(-1): one element is contiguous whatever its stride, which stays.
+                    flat = value.as_strided((value.numel(),), (1,))
+                    comm.broadcast(flat, Tag(None, "wrap", spec.label))
                     if owned.param.untyped_storage().nbytes() < value.nbytes:  # expanded
                         owned.param.data = value
                     else:
