@@ -160,3 +160,25 @@ def lent(rank: int, world_size: int) -> None:
 
 def test_a_view_of_a_parameter_in_an_object_with_one_slot_or_a_list_by_name_is_refused() -> None:
     run_ranks(lent, 2)
+
+
+class GivesItems(nn.Module):
+    """Returns the items of a dict, a view of its parameter among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> object:
+        return {"x": x * self.scale, "scale": self.scale[:4]}.items()
+
+
+def items_hold_a_view(rank: int, world_size: int) -> None:
+    _, wrapped = pair(lambda: Stacked(GivesItems))
+    with torch.no_grad(), pytest.raises(zshard.ShardedAccessError, match="Put a copy there"):
+        wrapped(INPUT)
+
+
+def test_tensors_are_found_in_the_items_of_a_mapping() -> None:
+    assert [*tensors_in({"input": INPUT}.items())] == [INPUT]
+    run_ranks(items_hold_a_view, 2)

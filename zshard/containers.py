@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -77,7 +77,7 @@ _PLAIN = frozenset((type(None), str, int, float, bool, bytes))
 
 
 def _items_of(value: object) -> Iterable[object]:
-    if isinstance(value, (tuple, list, set, frozenset, deque, ValuesView)):
+    if isinstance(value, (tuple, list, set, frozenset, deque, ValuesView, ItemsView)):
         return value
     if isinstance(value, Mapping):
         return value.values()
