@@ -224,6 +224,29 @@ def test_who_waits_for_a_rank_that_has_given_up_is_told_for_whom_that_has_waited
     assert re.match(r"rank 1 .* has left the collectives: rank 2 .* has not come for 0\.1 s", said)
 
 
+def stands_still(rank: int, world_size: int) -> list[list[int]]:
+    """Rank 0 has found that rank 1 is late, and looks why only when that has come and gone."""
+    comm = schedule_of(zshard.wrap(nn.Linear(3, 2), comm="peer")).comm
+    neighbours, store = comm.shards.neighbours, dist.distributed_c10d._get_default_store()
+    look = neighbours._problem
+
+    def look_later(late: int, out_of_time: bool) -> str:
+        store.set("late", "")
+        while not neighbours._processes.ended():
+            time.sleep(0.01)
+        return look(late, out_of_time)
+
+    if rank == 0:
+        neighbours._problem = look_later
+    else:
+        store.wait(["late"])
+    return comm.all_gather_words([rank], Tag(None, "call"))
+
+
+def test_a_rank_that_came_and_went_while_another_was_stopped_is_not_missed() -> None:
+    assert run_ranks(stands_still, 2, timeout=20) == [[[0], [1]]] * 2
+
+
 def in_two_collectives(rank: int, world_size: int) -> tuple[str, list[list[int]]]:
     """What a rank is told that passes words where another passes an object; and words, later."""
     model = zshard.wrap(nn.Linear(3, 2), comm="peer")

@@ -102,7 +102,9 @@ class Neighbours(Standing):
         with self:
             deadline = time.monotonic() + self._seconds
             while (late := wait(_SLICE_SECONDS)) >= 0:
-                if problem := self._problem(late, time.monotonic() >= deadline):
+                problem = self._problem(late, time.monotonic() >= deadline)
+                # It may have come, and gone, since it was late: who is stopped looks later.
+                if problem and wait(0.0) == late:
                     # So that one who waits for this rank learns which one this rank waits for.
                     self.give_up(problem)
                     raise Missed(problem)
