@@ -219,6 +219,16 @@ def test_after_an_error_the_rank_that_ends_now_is_found_beside_one_that_had_ende
         assert found.ended(after_error=True) == [0, 1]
 
 
+def test_after_an_error_a_rank_is_found_that_ends_once_a_stopped_machine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with subprocess.Popen(["sleep", "0.2"]) as child:
+        found, _ = watched(child)
+        now = iter(range(0, 10**6, 3600))
+        monkeypatch.setattr(processes.time, "monotonic", lambda: next(now))
+        assert found.ended(after_error=True) == [0]
+
+
 def test_a_descriptor_that_a_script_has_closed_is_no_end_of_a_rank() -> None:
     with subprocess.Popen(["sleep", "20"]) as child:
         found, lives = watched(child)

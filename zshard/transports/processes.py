@@ -34,7 +34,7 @@ from .messages import Work, works_of
 _SLICE = timedelta(seconds=0.5)  # of a wait, between looks at whether the others live
 _AWAKE_SECONDS = 5e-4  # of a wait, at its beginning; see [Note: waits that stay awake]
 _GRACE_LOOKS = 10  # from the end of a rank to that of the collectives it had taken part in
-_END_SECONDS = 0.5  # from the end of a process's connections to its own, at most
+_END_LOOKS = 50  # from the end of a process's connections to its own, at most; 10 ms apart
 
 
 class Life(NamedTuple):
@@ -76,16 +76,17 @@ class Processes:
             after_error: a connection was closed; its process is seen to have ended a moment later,
                 which may be another than those that are seen already.
         """
-        deadline = time.monotonic() + (_END_SECONDS if after_error else 0.0)
+        looks = _END_LOOKS if after_error else 1  # counted, as in `wait`
         while True:
             # Not POLLNVAL: a script may have closed what it does not know.
             with self._lock:
                 found = self._poll.poll(0)
             gone = {self._ranks[fd] for fd, event in found if event & select.POLLIN}
-            if gone > self._gone or time.monotonic() >= deadline:
+            looks -= 1
+            if gone > self._gone or looks == 0:
                 self._gone = gone
                 return sorted(gone)
-            time.sleep(_END_SECONDS / 50)
+            time.sleep(0.01)
 
     def wait(self, work: Work) -> None:
         """Wait for a collective of gloo; see [Note: a send that gloo forgets].
