@@ -41,6 +41,10 @@ TRANSPORT = "ZSHARD_COMM"
 # Once a rank has failed, the others get this long to tell their side before they are killed.
 GRACE_SECONDS = 2.0
 
+# Of either, one look at the ranks takes this at most: what it takes beyond, as a machine stands
+# still, is no time that the ranks had.
+LOOK_SECONDS = 0.1
+
 # SIGUSR1 to SIGKILL: time for faulthandler to write the stacks.
 STACK_SECONDS = 0.3
 
@@ -150,7 +154,7 @@ def run_ranks(
             )
             process.start()
             ranks.append(_Rank(rank, folder, process))
-        order = _wait(ranks, time.monotonic() + timeout, grace)
+        order = _wait(ranks, timeout, grace)
         failed = [rank for rank in order if rank.failed]
         if failed:
             late = [rank.rank for rank in ranks if rank.at_deadline]
@@ -164,12 +168,12 @@ def run_ranks(
         return [rank.value for rank in ranks]
 
 
-def _wait(ranks: Sequence[_Rank], deadline: float, grace: float) -> list[_Rank]:
+def _wait(ranks: Sequence[_Rank], timeout: float, grace: float) -> list[_Rank]:
     """Wait for every rank, killing what outlives the deadline; returns them in order of ending."""
     running = {rank.process.sentinel: rank for rank in ranks}
     ended: list[_Rank] = []
     try:
-        late = _wait_for(running, ended, deadline, grace)
+        late = _wait_for(running, ended, timeout, grace)
     finally:  # also where the test itself is interrupted
         for rank in ranks:
             # The process group of every rank, of the ended ones too: what a rank started ends here.
@@ -181,18 +185,18 @@ def _wait(ranks: Sequence[_Rank], deadline: float, grace: float) -> list[_Rank]:
 
 
 def _wait_for(
-    running: dict[int, _Rank], ended: list[_Rank], deadline: float, grace: float
+    running: dict[int, _Rank], ended: list[_Rank], left: float, grace: float
 ) -> list[_Rank]:
-    """Move ranks from `running` to `ended` until the deadline; returns those that are late."""
-    while running:
-        ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
+    """Move ranks from `running` to `ended` for `left` seconds; returns those that are late."""
+    while running and left > 0:
+        began = time.monotonic()
+        ready = connection.wait(list(running), timeout=LOOK_SECONDS)
+        left -= min(time.monotonic() - began, LOOK_SECONDS)
         now_ended = [running.pop(sentinel) for sentinel in ready]
         for rank in now_ended:
             rank.collect()
             if rank.failed:
-                deadline = min(deadline, time.monotonic() + grace)
+                left = min(left, grace)
         # Of two found ended at once, the one that failed explains the other.
         ended += sorted(now_ended, key=lambda rank: not rank.failed)
     late = list(running.values())

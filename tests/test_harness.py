@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks
@@ -129,6 +130,20 @@ def test_a_rank_that_raises_is_reported_first_with_its_traceback(culprit: int) -
     assert f"rank {culprit} failed first" in text.splitlines()[0]
     assert f"--- rank {culprit} raised" in text.splitlines()[1]
     assert f"ValueError: planted on {culprit}" in text and "in raise_on" in text
+
+
+def tells_late(rank: int, world_size: int) -> None:
+    time.sleep(0.5 * rank)
+    raise ValueError(f"planted on {rank}")
+
+
+def test_a_machine_that_stands_still_takes_no_time_from_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter(range(0, 10**6, 3600))
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: next(now))
+    with pytest.raises(RankFailure, match=r"(?s)planted on 0.*planted on 1"):
+        run_ranks(tells_late, 2)
 
 
 def test_a_hang_is_killed_at_the_deadline_with_its_stack_and_its_children(
