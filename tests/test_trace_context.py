@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections import Counter
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks, simulated
 from steps import build, one_step
 from torch import nn
@@ -221,12 +221,14 @@ def test_a_trace_keeps_neither_the_model_nor_its_tensors() -> None:
 def ends_under_way(rank: int, world_size: int) -> list[bool]:
     """End the trace while rank 1 has still to take part in the gather of blocks.0."""
     model, _ = trained()
-    block = schedule_of(model).units[1]
+    block, store = schedule_of(model).units[1], dist.distributed_c10d._get_default_store()
     with zshard.trace(model) as trace:
         if rank == 0:
             block.gather(Tag(0, "gather", "blocks.0"), move=True, evict=Unit.reshard)
-    if rank == 1:
-        time.sleep(1.5)  # longer than the end of a trace waits
+    if rank == 0:
+        store.set("ended", "")
+    else:
+        store.wait(["ended"])
         block.gather(Tag(0, "gather", "blocks.0"), move=True, evict=Unit.reshard)
     block.wait()
     block.reshard()
