@@ -140,12 +140,16 @@ def test_a_rank_killed_at_any_phase_is_named_on_the_others_at_once(
 
 
 def stops(rank: int, world_size: int, folder: str) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=30))
     model = zshard.wrap(models.build("odd_parameters"), comm="peer", mesh=group)
+    neighbours = schedule_of(model).comm.shards.neighbours
+    assert neighbours._seconds == 30
     try:
         for step, batch in enumerate(models.batches("odd_parameters", 3, rank)):
             if step == 1 and rank == VICTIM:
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if step == 1:
+                neighbours._seconds = 2  # not before: what came late then would be named
             model(batch).square().mean().backward()
     except zshard.CommError as error:
         Path(folder, str(rank)).write_text(str(error))
