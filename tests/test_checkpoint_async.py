@@ -325,3 +325,13 @@ def in_a_fork(rank: int, size: int, folder: str) -> None:
 
 def test_a_forked_process_does_not_wait_for_what_the_rank_still_writes(tmp_path: Path) -> None:
     run_ranks(in_a_fork, 1, str(tmp_path))
+
+
+def test_a_lazily_conjugated_buffer_without_dimensions_is_copied_too(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("one", torch.tensor(9 + 10j).conj())
+    model = zshard.wrap(module)
+    zshard.save(tmp_path / "a", model, asynchronous=True).wait()
+    model.one.zero_()
+    zshard.load(tmp_path / "a", model)
+    assert model.one == 9 - 10j

@@ -154,7 +154,7 @@ class HeldWhole(Held):
         if self._flat is not None:
             return self._flat[begin:end]
         values = self._tensor[self._index(torch.arange(begin, end, device="cpu"))]
-        return values.resolve_conj().resolve_neg()
+        return values.resolve_conj().resolve_neg().view(-1)  # of a 0-d tensor it is 0-d
 
     def digest(self) -> str:
         """A checksum of its values."""
