@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from ..checkpoint.catalogue import RUN_FOLDER
+from ..checkpoint.inventory import as_json
 from ..errors import InputError
 from ..gpt import SIZES, GPTConfig
 from ..precision import Precision
@@ -94,6 +95,8 @@ class TrainOptions:
             raise InputError(f"--size {self.size}: expected one of {', '.join(SIZES)}")
         if self.machine is not None and not self.plan:
             raise InputError("--machine is what --plan predicts times for: give both")
+        for name, value in self.as_json().items():  # which checkpoints record
+            as_json(value, f"--{name.replace('_', '-')}")
         self.model_config()
 
     def model_config(self) -> GPTConfig:
