@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -158,3 +160,13 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # not so for root
     with pytest.raises(InputError, match=rf"--out .*run: {tmp_path} cannot be written to"):
         check_output(str(tmp_path / "run"))
+
+
+def test_ranks_import_what_the_launcher_does_from_where_it_does(tmp_path: Path) -> None:
+    (tmp_path / "tabulate.py").write_text("raise SystemExit(77)")  # found before that of others
+    script = (
+        "import sys; from zshard.training import launch; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); print(launch._run_agent(1, ['info']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "{0: 77}\n", done.stderr

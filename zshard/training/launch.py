@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-import zshard
-
 from ..errors import Error, InputError
 from ..words import counted
 from .job import PR_SET_PDEATHSIG, STOPPED, choose_device
@@ -30,17 +28,18 @@ _CPU_RANKS = 2
 _POLL_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 
-# What a rank runs, with the launcher's process id and the folder of its zshard as arguments.
+# What a rank runs, with the launcher's process id and its sys.path as arguments.
 # `python -m zshard` would look for zshard in the current folder first, and in a checkout find the
-# one without the extension. The ranks import the zshard that started them; that takes seconds, so
-# before it they see to it that they end with the launcher, and end if it has ended already.
+# one without the extension. The ranks import what the launcher does, zshard and torch, from where
+# it does; that takes seconds, so before it they see to it that they end with the launcher, and end
+# if it has ended already.
 _BOOTSTRAP = f"""
 import ctypes, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
 if os.getppid() != int(sys.argv.pop(1)):
     sys.exit({LOST_PEER})
-sys.path[0] = sys.argv.pop(1)
+sys.path[:] = sys.argv.pop(1).split(os.pathsep)
 from zshard.cli import main
 sys.exit(main())
 """
@@ -149,8 +148,8 @@ def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
         # has is the scheduler's to say, whose SIGKILL ends this process and with it the ranks.
         signals_to_handle=",".join(_signals_that_end()),
     )
-    root = str(Path(zshard.__file__).resolve().parents[1])
-    command = ("-u", "-c", _BOOTSTRAP, str(os.getpid()), root, *arguments)
+    path = os.pathsep.join(sys.path)
+    command = ("-u", "-c", _BOOTSTRAP, str(os.getpid()), path, *arguments)
     # The agent's loggers tell how it ends the ranks; the error raised here says why, in one line.
     logging.disable(logging.ERROR)
     try:
