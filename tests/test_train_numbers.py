@@ -119,6 +119,7 @@ def test_the_rate_rises_for_a_twentieth_of_the_steps_and_falls_to_a_tenth() -> N
         ({"sample": -1}, "--sample -1: it has to be 0 or more"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1: it has to be 0"),
         ({"lr": 0.0}, "--lr 0.0: it has to be above 0"),
+        ({"steps": 10**310}, "--steps 10*: it has to be 9223372036854775807 or less"),
         # Which no checkpoint can record: the first save would end the run.
         ({"data": ("a", "b\udcff")}, r"--data\[1\] has text that is no Unicode"),
         ({"save_every": 1, "out": "\udcff"}, "--out has text that is no Unicode"),

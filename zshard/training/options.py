@@ -20,7 +20,7 @@ from .data import find_files
 from .resume import Origin, find_origin
 
 _WARMUP_SHARE, _FINAL_LR_SHARE = 0.05, 0.1
-_LARGEST_SEED = 2**63 - 1  # of torch's generators
+_LARGEST = 2**63 - 1  # of torch's numbers, and seeds
 
 # What a resumed run may change: how it goes on, not what is trained on what; another model, text,
 # batch, rate or seed is another run. Some of it changes the losses, and the run says how.
@@ -80,11 +80,11 @@ class TrainOptions:
             "seed": 0,
             "sample": 0,
         }.items():
-            if getattr(self, name) < least:
-                flag = name.replace("_", "-")
-                raise InputError(f"--{flag} {getattr(self, name)}: it has to be {least} or more")
-        if self.seed > _LARGEST_SEED:
-            raise InputError(f"--seed {self.seed}: it has to be {_LARGEST_SEED} or less")
+            flag, value = name.replace("_", "-"), getattr(self, name)
+            if value < least:
+                raise InputError(f"--{flag} {value}: it has to be {least} or more")
+            if value > _LARGEST:
+                raise InputError(f"--{flag} {value}: it has to be {_LARGEST} or less")
         if not 0 < self.lr < math.inf:
             raise InputError(f"--lr {self.lr}: it has to be above 0, and finite")
         if not 0 <= self.weight_decay < math.inf:
