@@ -124,7 +124,7 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(zshard.InputError, match="no parts"):
         zshard.merge_traces(tmp_path / "whole.json", [])
     others = [NO_RANK.replace("{}", other) for other in ("5", '{"rank": [1]}')]
-    for number, text in enumerate(["{", "[]", "{}", NO_RANK, *others]):
+    for number, text in enumerate(["{", "[" * 99_999, "[]", "{}", NO_RANK, *others]):
         name = f"{number}-wrong.json"
         (tmp_path / name).write_text(text)
         with pytest.raises(zshard.InputError, match=rf"{name} is not what Trace\.save"):

@@ -95,7 +95,7 @@ def _read(part: StrPath) -> Json:
             if isinstance(events, list) and type(base) is type(rank) is int:
                 return content
         reason = f"it lacks {', '.join(keys)} or its rank"
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         reason = str(error)
     raise _damaged(part, reason)
 
