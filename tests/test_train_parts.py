@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -58,12 +59,29 @@ def test_a_folder_is_read_in_order_without_hidden_files_and_those_of_runs(
     assert found == ["a.txt", "b/1.txt", "b/2.txt"]
     walk = os.walk
 
-    def backwards(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-        for root, folders, names in walk(folder):
+    def backwards(*given: Any, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for root, folders, names in walk(*given, **options):
             yield root, folders, sorted(names, reverse=True)
 
     monkeypatch.setattr(os, "walk", backwards)  # as another machine's disk may have it
     assert find_files([str(tmp_path)]) == [tmp_path / name for name in found]
+
+
+def test_a_folder_of_text_that_cannot_be_read_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "open.txt").write_text("x")
+    (tmp_path / "closed").mkdir()
+    look = os.scandir
+
+    def closed(path: str) -> object:  # as permissions do to others than root
+        if os.path.basename(path) == "closed":
+            raise PermissionError(13, "Permission denied", path)
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(InputError, match=r"cannot read .*/closed: Permission denied"):
+        find_files([str(tmp_path)])
 
 
 def test_ranks_that_read_other_texts_are_told_before_the_first_step(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
             of a run; none at all means the source files of Python's own standard library.
 
     Raises:
-        InputError: for a path that does not exist, or when there is no file.
+        InputError: for a path that does not exist, a folder that cannot be read, or no file.
     """
     if not paths:
         return _standard_library()
@@ -67,13 +67,18 @@ def _standard_library() -> list[Path]:
 
 def _walk(folder: Path, skip: Collection[str] = ()) -> list[Path]:
     files: list[Path] = []
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=_refuse):
         if "metrics.jsonl" in names and RUN_FOLDER in folders:
             folders.clear()  # a run's, whose text would be another when it is resumed
             continue
         folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
         files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
     return [f for f in files if f.is_file()]
+
+
+def _refuse(error: OSError) -> None:
+    """Leave no text out without a word."""
+    raise InputError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def check_size(
