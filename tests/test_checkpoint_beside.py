@@ -251,3 +251,15 @@ def test_a_random_state_of_numpy_where_there_is_none_is_an_error_of_the_checkpoi
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(zshard.CheckpointError, match=r"^the checkpoint .*pip install numpy"):
         set_random_state(saved, torch.device("cpu"))
+
+
+def test_a_generator_of_numpys_that_rng_does_not_save_is_refused(tmp_path: Path) -> None:
+    import numpy
+
+    model, usual = zshard.wrap(nn.Linear(2, 2)), numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    try:
+        with pytest.raises(zshard.InputError, match=r"another generator \(PCG64, .* than MT19937"):
+            zshard.save(tmp_path / "a", model, rng=True)
+    finally:
+        numpy.random.set_bit_generator(usual)

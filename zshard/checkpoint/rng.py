@@ -8,13 +8,17 @@ import sys
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InputError
 
 NBYTES = 1 << 15  # the text is a little over 24 KB
 
 
 def random_state(device: torch.device) -> torch.Tensor:  # (NBYTES,) uint8
-    """The states of torch's generators for the CPU and ``device``, and of Python's and NumPy's."""
+    """The states of torch's generators for the CPU and ``device``, and of Python's and NumPy's.
+
+    Raises:
+        InputError: for another generator of NumPy's than its first.
+    """
     version, words, gauss = random.getstate()
     state: dict[str, object] = {
         "cpu": _hex(torch.get_rng_state()),
@@ -23,7 +27,13 @@ def random_state(device: torch.device) -> torch.Tensor:  # (NBYTES,) uint8
     if device.type == "cuda":
         state["cuda"] = _hex(torch.cuda.get_rng_state(device))
     if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        numpys = sys.modules["numpy"].random
+        if (kind := numpys.get_state(legacy=False)["bit_generator"]) != "MT19937":
+            raise InputError(
+                f"rng=True: numpy.random has another generator ({kind}, by set_bit_generator) than "
+                "MT19937, and only that one's state is saved"
+            )
+        name, keys, *rest = numpys.get_state()
         state["numpy"] = [name, [int(key) for key in keys], *rest]
     text = json.dumps(state).encode()
     return torch.frombuffer(bytearray(text.ljust(NBYTES)), dtype=torch.uint8)
