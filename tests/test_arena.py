@@ -69,6 +69,26 @@ def test_small_windows_share_extents_and_a_large_one_is_given_back() -> None:
     assert arena.find(small.own) is None
 
 
+@pytest.mark.parametrize("before", [0, 64, 2 * SMALL])
+def test_what_was_made_since_it_was_settled_is_forgotten(before: int) -> None:
+    """Ranks that have made more than others have the same windows afterwards, of zeros."""
+    arena, later = Plain(64), (64, 320, 3 * SMALL, 320, 320)
+    kept = arena.window(before) if before else None
+    arena.settle()
+    for made in range(len(later) + 1):
+        windows = [arena.window(nbytes) for nbytes in later[:made]]
+        for window in windows:
+            window.rows.fill_(1)
+        arena.go_back()
+        assert all(arena.find(window.own) is None or window.own.sum() == 0 for window in windows)
+        assert kept is None or arena.find(kept.own) == (kept, 0)
+        assert len(arena._extents) == (kept is not None)
+        assert arena.has_room(64) == (before == 64)
+    arena.close()
+    arena.go_back()
+    assert not arena._extents and not arena.has_room(64)
+
+
 @pytest.mark.parametrize("overhead", [0, 64])
 def test_there_is_room_exactly_where_nothing_is_allocated(overhead: int) -> None:
     arena = Plain(overhead)

@@ -179,6 +179,26 @@ def test_a_rank_that_is_late_sums_what_the_others_gave_then(at_once: bool, reset
     assert found == [[[6.0] * 3, [60.0] * 3]] * 3
 
 
+def sums_after_one_of_a_rank_alone(rank: int, world_size: int) -> list[list[float]]:
+    """Sums of two sizes behind a reset, before which only rank 0 had come to the second."""
+    model = zshard.wrap(nn.Linear(3, 2), comm="peer")
+    comm, tag = schedule_of(model).comm, Tag(None, "sum")
+    with pytest.raises((KeyboardInterrupt, zshard.CommError)):
+        if rank > 0:
+            with comm.shards.neighbours:
+                raise KeyboardInterrupt
+        comm.all_reduce(torch.ones(3), tag, comm.shards).wait()
+    zshard.reset(model)
+    sums = [torch.full((numel,), rank + 1.0) for numel in (40, 3)]
+    for value in sums:
+        comm.all_reduce(value, tag, comm.shards).wait()
+    return [each.unique().tolist() for each in sums]
+
+
+def test_after_a_reset_sums_of_any_size_meet_again() -> None:
+    assert run_ranks(sums_after_one_of_a_rank_alone, 3, timeout=10) == [[[6.0]] * 2] * 3
+
+
 def sums_without_room(rank: int, world_size: int) -> tuple[int, int, list[float]]:
     """Extents of shared memory before and after a sum for which the first has no room; it."""
     model = zshard.wrap(nn.Linear(3, 2), comm="peer")

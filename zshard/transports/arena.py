@@ -75,6 +75,13 @@ class Extent(Generic[W]):
         self.taken += needed
         return window
 
+    def keep(self, count: int) -> None:
+        """Forget all windows but the first ``count``; what the others took is zeros again."""
+        if count < len(self.begins):
+            self.taken = self.begins[count]
+        del self.begins[count:], self.windows[count:]
+        self.own[self.taken :].zero_()
+
 
 class Arena(ABC, Generic[W]):
     """The windows of one group of ranks. Every rank makes the same calls in the same order.
@@ -88,6 +95,7 @@ class Arena(ABC, Generic[W]):
         self._small, self._overhead = small, overhead
         self._extents: dict[int, Extent[W]] = {}  # by address
         self._open: Extent[W] | None = None  # with room for small windows
+        self.settle()
 
     @abstractmethod
     def allocate(self, part: int) -> Extent[W]:
@@ -131,10 +139,23 @@ class Arena(ABC, Generic[W]):
         """Whether a small window takes no more memory than there is."""
         return self._open is not None and self._open.taken + self._needed(nbytes) <= self._small
 
+    def settle(self) -> None:
+        """Have ``go_back`` keep the windows that there are now."""
+        count = 0 if self._open is None else len(self._open.windows)
+        self._settled = dict(self._extents), self._open, count
+
+    def go_back(self) -> None:
+        """Forget what was made since ``settle``: some ranks may have made more than others."""
+        extents, self._open, count = self._settled
+        self._extents = dict(extents)
+        if self._open is not None:
+            self._open.keep(count)
+
     def close(self) -> None:
         """Free everything; what somebody still holds goes with that."""
         self._extents.clear()
         self._open = None
+        self.settle()
 
     def _needed(self, nbytes: int) -> int:
         """Bytes of a part that a window takes."""

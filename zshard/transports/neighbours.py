@@ -53,6 +53,7 @@ class Neighbours(Standing):
         self._sums: dict[int, SharedWindow] = {}  # by bytes
         self._summing: dict[int, _Sum] = {}  # the last of each
         notes = self._arena.window(_NOTE_BYTES)
+        self._arena.settle()
         self._notes = notes.rows.numpy()
         self._note = memoryview(notes.own.numpy())  # type: ignore[arg-type]
         self._texts: dict[tuple[str, ...], bytes] = {}
@@ -231,8 +232,10 @@ class Neighbours(Standing):
         if any(not isinstance(each, tuple) or each[0] != mark for each in everyone):
             raise Missed("a rank is in another collective of the process group, not in a reset")
         # From here on nobody waits for anybody.
+        self._arena.go_back()  # some may have made room for a sum that others have not come to
         for arena in (self._arena, *arenas):
             arena.rewind()
+        self._sums.clear()
         self._summing.clear()
         self._note_anew("")
         self._tell_in_reset(None)
