@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from test_peer_interrupt import VICTIM, Interrupt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import Record, Wrapped, adamw, assert_same_bits, train
@@ -273,3 +274,42 @@ def test_a_lack_of_memory_after_wrap_is_an_error_on_all_ranks_and_all_go_on(
 ) -> None:
     first, *others = run_ranks(thawed, math.prod(shape), shape, timeout=40)
     assert all(other == first for other in others)
+
+
+def thaws_interrupted(
+    rank: int, world_size: int, sizes: list[int], waits: range
+) -> list[tuple[str, float]]:
+    """Interrupted in a wait as reduce buffers grow: how it ended, and a gradient after a reset."""
+    found = []
+    for at in waits:
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(sizes)))
+        plain[1].requires_grad_(False)
+        model = zshard.wrap(plain, comm="peer", units="layer", init="trust")
+        model(torch.ones(2, sizes[0])).square().mean().backward()
+        model[1].requires_grad_(True)
+        interrupt, end = Interrupt(), ""
+        interrupt.at = at if rank == VICTIM else -1
+        try:
+            model(torch.ones(2, sizes[0])).square().mean().backward()
+        except (KeyboardInterrupt, zshard.CommError) as error:
+            end = type(error).__name__
+        interrupt.end()
+        zshard.reset(model)
+        model(torch.ones(2, sizes[0])).square().mean().backward()
+        grad = zshard.full_grad(model, "1.bias")
+        assert grad is not None
+        found.append((end, float(grad.sum())))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "waits"), [([40, 5, 40, 2], range(4, 8)), ([40, 600, 900, 2], range(9, 17))]
+)
+def test_buffers_that_one_rank_alone_has_made_larger_are_made_by_all_after_a_reset(
+    sizes: list[int], waits: range
+) -> None:
+    for rank, found in enumerate(run_ranks(thaws_interrupted, 2, sizes, waits, timeout=60)):
+        ends, grads = zip(*found, strict=True)
+        assert {*ends} == {"KeyboardInterrupt" if rank == VICTIM else "CommError"}
+        assert len({*grads}) == 1

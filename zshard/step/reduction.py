@@ -221,7 +221,10 @@ class Reducer:
         self._apart = None
 
     def forget(self) -> None:
-        """Drop all gradients, as all ranks do, and what is not known of them yet."""
+        """Drop all gradients, as all ranks do, and what is not known of them yet.
+
+        The reduce buffers, too: some ranks may have made them larger, and others not yet.
+        """
         self._pending.clear()
         self._in_flight.clear()
         self._apart = None
@@ -230,6 +233,9 @@ class Reducer:
             flat.grads.drop_leaves()
         self.drop()
         self._drop_scale()
+        self._buffers.clear()
+        self._landing.clear()
+        self._pool.drop_scratch()
 
     # --- what is known of the gradients ----------------------------------------------------------
 

@@ -174,6 +174,9 @@ class Ranks:
     def give_back(self, lent: torch.Tensor) -> None:
         """Need ``lent``, which ``empty`` made, no longer."""
 
+    def settle(self) -> None:
+        """Have a reset keep what ``empty`` has made by now; what comes later is made anew."""
+
     def leave(self) -> None:
         """Free all memory that ``empty`` made."""
 

@@ -36,6 +36,10 @@ class InMemoryRanks(Ranks, Generic[W]):
         """Need ``lent`` no longer; others still may, and have it mapped themselves."""
         self.arena.give_back(lent)
 
+    def settle(self) -> None:
+        """See ``Arena``."""
+        self.arena.settle()
+
     def leave(self) -> None:
         """Lend nothing any more; nobody reads."""
         self.arena.close()

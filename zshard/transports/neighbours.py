@@ -232,7 +232,6 @@ class Neighbours(Standing):
         if any(not isinstance(each, tuple) or each[0] != mark for each in everyone):
             raise Missed("a rank is in another collective of the process group, not in a reset")
         # From here on nobody waits for anybody.
-        self._arena.go_back()  # some may have made room for a sum that others have not come to
         for arena in (self._arena, *arenas):
             arena.rewind()
         self._sums.clear()

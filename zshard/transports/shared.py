@@ -8,8 +8,9 @@ the first write.
 
 It is made in wrap: the mailbox and what is small (with the first model over a group), then with
 each unit its shards or full buffers, then two reduce buffers if anything is trained. Later only
-reduce buffers that have to grow are made anew, as the first backward begins that trains a larger
-unit. A lack is found there on all ranks, before anything has begun.
+reduce buffers are made anew, as a backward begins: where they have to grow, as a larger unit is
+trained, and after a reset, before which not all ranks may have made the same. A lack is found there
+on all ranks, before anything has begun.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class SharedArena(Arena[SharedWindow]):
         self._ranks = ranks
 
     def rewind(self) -> None:
-        """Reset this rank's arrivals and departures everywhere; all ranks do so together."""
+        """Go back, and reset this rank's arrivals and departures; all ranks do so together."""
+        self.go_back()
         for extent in self._extents.values():
             for begin in extent.begins:
                 extent.own[begin : begin + _PRESENCE_BYTES].zero_()

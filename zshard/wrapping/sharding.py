@@ -133,6 +133,7 @@ class Sharder:
         Raises:
             Error: on every rank, if one of them cannot.
         """
+        self._comm.shards.settle()
         while self._comm.shards.in_memory:
             flats = [flat for made in self._done for flat in made.flats if flat.requires_grad]
             pool.reserve_scratch(scratch_sizes(flats, self._comm))
