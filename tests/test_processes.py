@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -281,3 +282,26 @@ def test_models_that_are_gone_leave_no_files_open(
 ) -> None:
     monkeypatch.setenv("ZSHARD_COMM", "group" if reach == "group" else "auto")
     assert max(run_ranks(descriptors, 2, reach == "none")) <= 0
+
+
+def meets_another_one(rank: int, world_size: int, path: str) -> str:
+    """What has rank 1's number on this host, and its file there, is not rank 1."""
+    if rank == 1:
+        discovery.descriptor_path = lambda _: path
+    with pytest.raises(zshard.WrapError) as raised:
+        zshard.wrap(torch.nn.Linear(2, 2), comm="peer")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["file", "pipe"])
+def test_a_process_that_has_a_ranks_number_here_is_not_taken_for_it(
+    what: str, tmp_path: Path
+) -> None:
+    path, why = tmp_path / what, "process [0-9]+ is another one here"
+    if what == "pipe":
+        os.mkfifo(path)  # opening it would never end
+        why = "Illegal seek"
+    else:
+        path.write_bytes(b"another proof")
+    for said in run_ranks(meets_another_one, 2, str(path), timeout=20):
+        assert re.search(rf"rank 0: on host .* the memory of rank 1 .* out of reach .*{why}", said)
