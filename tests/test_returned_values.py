@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from odd import INPUT, Stacked, assert_same_grads, pair
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 AT = torch.arange(8)
 
@@ -63,3 +66,27 @@ def test_a_unit_may_return_a_sparse_or_nested_tensor_of_its_parameter(
     make: Callable[[Tensor], Tensor],
 ) -> None:
     run_ranks(returns_values, 2, make)
+
+
+class Distributed(nn.Linear):
+    """Takes and returns a DTensor, as a tensor-parallel layer does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = x.to_local() if isinstance(x, DTensor) else x
+        made: Tensor = DTensor.from_local(super().forward(local), self.mesh, [Replicate()])
+        return made
+
+
+def returns_dtensors(rank: int, world_size: int) -> None:
+    plain, wrapped = pair(lambda: nn.Sequential(Distributed(), Distributed()))
+    for model in (plain, wrapped):
+        model(INPUT).to_local().square().mean().backward()
+    assert_same_grads(plain, wrapped)
+
+
+def test_a_unit_may_return_a_dtensor() -> None:
+    run_ranks(returns_dtensors, 2)

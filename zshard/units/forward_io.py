@@ -88,7 +88,8 @@ def _made_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in _COMPRESSED:
         return [tensor.values()]
     if is_traceable_wrapper_subclass(tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [each for each in inside if isinstance(each, torch.Tensor)]  # not a DTensor's mesh
     return []
 
 
