@@ -163,10 +163,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
 
 
 def test_ranks_import_what_the_launcher_does_from_where_it_does(tmp_path: Path) -> None:
-    (tmp_path / "tabulate.py").write_text("raise SystemExit(77)")  # found before that of others
+    (folder := tmp_path / "run:1 'caf\udce9'").mkdir()
+    (folder / "tabulate.py").write_text("raise SystemExit(77)")  # found before that of others
+    (tmp_path / "signal.py").write_text("raise SystemExit(78)")  # the launcher finds Python's
     script = (
-        "import sys; from zshard.training import launch; "
-        f"sys.path.insert(0, {str(tmp_path)!r}); print(launch._run_agent(1, ['info']))"
+        "import sys; del sys.path[0]; from zshard.training import launch; "
+        f"sys.path.insert(0, {str(folder)!a}); print(launch._run_agent(1, ['info']))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.stdout == "{0: 77}\n", done.stderr

@@ -28,7 +28,7 @@ _CPU_RANKS = 2
 _POLL_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 
-# What a rank runs, with the launcher's process id and its sys.path as arguments.
+# What a rank runs, once it has the launcher's sys.path, with its process id as the first argument.
 # `python -m zshard` would look for zshard in the current folder first, and in a checkout find the
 # one without the extension. The ranks import what the launcher does, zshard and torch, from where
 # it does; that takes seconds, so before it they see to it that they end with the launcher, and end
@@ -39,7 +39,6 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
 if os.getppid() != int(sys.argv.pop(1)):
     sys.exit({LOST_PEER})
-sys.path[:] = sys.argv.pop(1).split(os.pathsep)
 from zshard.cli import main
 sys.exit(main())
 """
@@ -148,8 +147,9 @@ def _run_agent(ranks: int, arguments: Sequence[str]) -> dict[int, int]:
         # has is the scheduler's to say, whose SIGKILL ends this process and with it the ranks.
         signals_to_handle=",".join(_signals_that_end()),
     )
-    path = os.pathsep.join(sys.path)
-    command = ("-u", "-c", _BOOTSTRAP, str(os.getpid()), path, *arguments)
+    # Before anything else is imported, and as a list: a folder may have a colon in its name.
+    on_path = f"import sys; sys.path[:] = {[*map(str, sys.path)]!a}"
+    command = ("-u", "-c", on_path + _BOOTSTRAP, str(os.getpid()), *arguments)
     # The agent's loggers tell how it ends the ranks; the error raised here says why, in one line.
     logging.disable(logging.ERROR)
     try:
