@@ -215,8 +215,9 @@ def _rank_main(
     gc.freeze()  # what the server has imported: a collection that looks at it takes 0.2 s
     os.setsid()  # so that the deadline also kills what the rank itself started
     # The default action of SIGALRM ends the rank even where the test process was killed first, and
-    # the end of the server does so at once: ranks at a barrier of a GPU spin.
-    signal.alarm(int(timeout) + 10)
+    # the end of the server does so at once: ranks at a barrier of a GPU spin. The alarm leaves time
+    # for which a machine stands still, as the deadline does, or else its stacks would be lost.
+    signal.alarm(2 * int(timeout) + 60)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(Path(folder, f"rank{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

@@ -146,6 +146,14 @@ def test_a_machine_that_stands_still_takes_no_time_from_the_ranks(
         run_ranks(tells_late, 2)
 
 
+def seconds_to_the_alarm(rank: int, world_size: int) -> float:
+    return signal.getitimer(signal.ITIMER_REAL)[0]
+
+
+def test_the_alarm_of_a_rank_leaves_a_machine_time_to_stand_still() -> None:
+    assert all(left > 90 for left in run_ranks(seconds_to_the_alarm, 2, timeout=30))
+
+
 def test_a_hang_is_killed_at_the_deadline_with_its_stack_and_its_children(
     tmp_path: Path,
 ) -> None:
