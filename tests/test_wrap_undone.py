@@ -187,20 +187,29 @@ def test_a_model_without_values_has_none_after_an_error(init: bool) -> None:
     assert other == "rank 1: RuntimeError: can't allocate memory"
 
 
-def sparse_buffer(rank: int, world_size: int) -> list[bool]:
-    model = nn.Linear(2, 2)
+def refused_buffer(rank: int, world_size: int, kind: str) -> list[bool]:
+    model, mask = nn.Linear(2, 2), torch.eye(2)
+    buffer = (
+        mask.to_sparse()
+        if kind == "sparse"
+        else torch.quantize_per_tensor(mask, 1.0, 0, torch.qint8)
+    )
     for persistent in (True, False):
-        model.register_buffer("mask", torch.eye(2).to_sparse(), persistent=persistent)
+        model.register_buffer("mask", buffer, persistent=persistent)
         if persistent:
             with pytest.raises(
-                zshard.WrapError, match=r"mask is a sparse buffer.*persistent=False"
+                zshard.WrapError, match=rf"mask is a {kind} buffer.*persistent=False"
             ):
                 zshard.wrap(model)
-    return [zshard.wrap(model)(model.mask.to_dense()).isfinite().all().item()]
+    values = model.mask.to_dense() if kind == "sparse" else model.mask.dequantize()
+    return [zshard.wrap(model)(values).isfinite().all().item()]
 
 
-def test_a_sparse_buffer_that_would_be_broadcast_is_refused_at_wrap() -> None:
-    assert run_ranks(sparse_buffer, 2) == [[True]] * 2
+@pytest.mark.parametrize("kind", ["sparse", "quantised"])
+def test_a_buffer_without_plain_values_that_would_be_broadcast_is_refused_at_wrap(
+    kind: str,
+) -> None:
+    assert run_ranks(refused_buffer, 2, kind) == [[True]] * 2
 
 
 def sparse_on_one(rank: int, world_size: int) -> str:

@@ -114,8 +114,8 @@ def wrap(
             (If ``init_fn`` replaced anything before it raised, build the model anew.)
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
             not of a floating-point dtype, or with another ``grad_dtype``, non-persistent buffers on
-            the meta device without an ``init_fn``, persistent ones that are sparse on several
-            ranks; for "peer", a rank out of reach or without memory to share.
+            the meta device without an ``init_fn``, persistent ones that are sparse or
+            quantised on several ranks; for "peer", a rank out of reach or without memory to share.
         MismatchError: on every rank, if the ranks' models, options or transports differ.
         CommError: if a rank cannot be reached any more; then the model may be half wrapped.
 
@@ -254,19 +254,23 @@ def _require_same(
 
     Raises:
         MismatchError: on every rank, if they differ.
-        WrapError: for a sparse buffer.
+        WrapError: for a sparse or quantised buffer.
     """
     in_units = {name for spec in survey.specs for owned in spec.params for name in owned.names}
     buffers = persistent_buffers(model.named_modules())
-    sparse = [name for name, buffer in buffers if buffer.layout is not torch.strided]
+    refused = {
+        name: "quantised" if buffer.is_quantized else "sparse"
+        for name, buffer in buffers
+        if buffer.is_quantized or buffer.layout is not torch.strided
+    }
     found = {
         "what is on meta outside of units": str(sorted(meta.keys() - in_units)),
-        "sparse buffers": str(sparse),
+        "sparse buffers, and quantised ones": str(refused),
     }
     same_model.check(survey.specs, comm, {**options, **found}, survey.strategies)
-    if sparse:
+    for name, kind in refused.items():
         raise WrapError(
-            f"{sparse[0]} is a sparse buffer, and persistent ones are broadcast. Register it "
+            f"{name} is a {kind} buffer, and persistent ones are broadcast. Register it "
             "with persistent=False; each rank then has its own."
         )
 
