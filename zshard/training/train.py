@@ -222,7 +222,7 @@ def train(options: TrainOptions, place: Place) -> int:
         try:
             complete = _loop(run, out)
         except (TrainError, MetricsError):
-            run.finish_save()  # the others do, too, and it may be the checkpoint to resume from
+            run.finish_save()  # the others write on, and it may be the one to resume from
             raise
         if complete:
             _finish(run, out, planned)

@@ -61,7 +61,7 @@ class Processes:
         for life in lives:
             self._poll.register(life.fd, select.POLLIN)
         self._gone: set[int] = set()  # as of the last look
-        self._looks = 0  # at which a wait has found that a rank has ended
+        self._looks = 0  # of one wait, at most, after it has found that a rank has ended
         # At exit the system does it: others' functions may still communicate then.
         weakref.finalize(self, close_all, [life.fd for life in lives]).atexit = False
 
@@ -116,7 +116,7 @@ class Processes:
                 return
             if self._looks or self.ended():
                 looks += 1
-                self._looks += 1
+                self._looks = max(self._looks, looks)
             # A wait that begins later than that has looks of its own, too, before it gives up.
             if looks > 1 and self._looks > _GRACE_LOOKS:
                 grace = f"{_GRACE_LOOKS} times {_SLICE.total_seconds():g} s"
