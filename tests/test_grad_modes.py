@@ -45,17 +45,21 @@ class GivesAForce(InTheModel):
         return self(x) * 2
 
 
+def assert_goes_through(plain: nn.Module, wrapped: nn.Module) -> None:
+    for model in (plain, wrapped):
+        model.zero_grad()
+        with torch.no_grad():
+            output = model(INPUT)
+        output.square().sum().backward()
+    assert_same_grads(plain, wrapped)
+
+
 def enabled(rank: int, world_size: int, comm: str) -> None:
     makes: list[Callable[[], nn.Module]] = [InBlocks, InTheModel]
     for make in makes:
         plain, wrapped = pair(make, comm=comm)
         for _ in range(2):
-            for model in (plain, wrapped):
-                model.zero_grad()
-                with torch.no_grad():
-                    output = model(INPUT)
-                output.square().sum().backward()
-            assert_same_grads(plain, wrapped)
+            assert_goes_through(plain, wrapped)
 
 
 @pytest.mark.parametrize("comm", ["group", "peer"])
@@ -77,13 +81,8 @@ class Ordered(InBlocks):
 def ordered(rank: int, world_size: int, comm: str) -> None:
     plain, wrapped = pair(Ordered, comm=comm)
     for order in ((0, 1, 2), (1, 0, 2), (0, 1, 0, 2), (1, 0, 2)):
-        for model in (plain, wrapped):
-            model.zero_grad()
-            model.order = order
-            with torch.no_grad():
-                output = model(INPUT)
-            output.square().sum().backward()
-        assert_same_grads(plain, wrapped)
+        plain.order = wrapped.order = order
+        assert_goes_through(plain, wrapped)
 
 
 @pytest.mark.parametrize("comm", ["group", "peer"])
