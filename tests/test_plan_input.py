@@ -42,6 +42,12 @@ def test_sizes_as_text_are_refused(given: dict[str, str]) -> None:
         zshard.plan(models.build("blocks"), 2).fit("80GB")
 
 
+@pytest.mark.parametrize("batch", [(1, 0), (1, 2**62), (2**21, 2**21), (1, 10**30)])
+def test_sizes_that_no_batch_has_are_refused(batch: tuple[int, int]) -> None:
+    with pytest.raises(zshard.InputError, match=r"each 1 or more, and up to 1,099,511,627,776 in"):
+        zshard.plan("gpt:tiny", 2, batch=batch)
+
+
 class WithTable(nn.Module):
     """A linear layer, and a parameter of another dtype."""
 

@@ -136,6 +136,12 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(zshard.InputError, match=rf"wrong\.json is not what .*: {reason}"):
             zshard.merge_traces(tmp_path / "whole.json", [part, tmp_path / "wrong.json"])
     assert not (tmp_path / "whole.json").exists()
+    before = part.read_text()
+    (tmp_path / "link.json").symlink_to(part)
+    for path in (part, tmp_path / "link.json"):
+        with pytest.raises(zshard.InputError, match=r"\.json is one of the parts: name another"):
+            zshard.merge_traces(path, [part])
+    assert part.read_text() == before
 
 
 def test_a_file_is_written_whole_or_not_at_all(

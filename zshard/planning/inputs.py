@@ -17,14 +17,33 @@ from ..errors import InputError
 # input; several in a tuple; or by their names in a dict.
 BatchLike = tuple[int, int] | Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 _Inputs = tuple[tuple[object, ...], dict[str, object], Callable[[object], Tensor]]
+_TOKENS = 2**40  # of a rank: beyond any machine, and within what torch takes as a size
+
+
+def text_of(batch: BatchLike | None) -> tuple[int, int] | None:
+    """A batch that is (sequences, tokens); None: it is something else.
+
+    Raises:
+        InputError: for sizes that no batch has.
+    """
+    if not (isinstance(batch, tuple) and len(batch) == 2):
+        return None
+    sequences, tokens = batch
+    if not (type(sequences) is int and type(tokens) is int):
+        return None
+    if min(sequences, tokens) < 1 or sequences * tokens > _TOKENS:
+        raise InputError(
+            f"batch={batch!r}: expected (sequences, tokens), each 1 or more, and up to {_TOKENS:,} "
+            "in all"
+        )
+    return sequences, tokens
 
 
 def inputs_of(batch: BatchLike, model: nn.Module) -> _Inputs:
     """Positional and named inputs of the model, and what makes the loss of its output."""
-    if isinstance(batch, tuple) and len(batch) == 2 and all(type(n) is int for n in batch):
-        if min(batch) < 1:
-            raise InputError(f"batch={batch!r}: expected (sequences, tokens), each 1 or more")
-        tokens = torch.zeros(batch, dtype=torch.int64, device="cpu")  # type: ignore[arg-type]
+    text = text_of(batch)
+    if text is not None:
+        tokens = torch.zeros(text, dtype=torch.int64, device="cpu")
         if hasattr(model, "get_input_embeddings"):  # of transformers
             return (), {"input_ids": tokens, "labels": tokens}, _loss
         return (tokens,), {}, partial(_cross_entropy, tokens)

@@ -29,7 +29,7 @@ from .footprint import (
 )
 from .forecast import forecast
 from .gathers import Gathers, gathers_of, one_call_each
-from .inputs import BatchLike
+from .inputs import BatchLike, text_of
 from .machine import Link, Machine
 from .models import model_of
 from .plan import Activations, Plan, Setup, UnitPlan
@@ -110,7 +110,8 @@ def plan(
         on = on.with_network(network)
     policy = Precision() if precision is None else precision
     setup = Setup(world_size, strategy, policy, optimizer, prefetch, checkpointing, comm)
-    context = batch[-1] if isinstance(batch, tuple) and batch and type(batch[-1]) is int else 0
+    text = text_of(batch)
+    context = 0 if text is None else text[1]
     nccl = torch.cuda.is_available() and (on is None or not on.sums_on_host)
     if backend is not None:
         nccl = backend == "nccl"

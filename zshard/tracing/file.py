@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -47,7 +48,7 @@ def merge_traces(path: StrPath, parts: Iterable[StrPath]) -> None:
 
     Raises:
         InputError: for a part that is no such file, two of one rank, or a path that cannot be
-            written.
+            written or is one of the parts.
 
     Example:
         >>> model = zshard.wrap(nn.Linear(4, 2))
@@ -62,6 +63,9 @@ def merge_traces(path: StrPath, parts: Iterable[StrPath]) -> None:
     contents = [_read(part) for part in parts]
     if not contents:
         raise InputError("merge_traces: there are no parts to be merged")
+    named = isinstance(path, (str, PathLike)) and os.path.exists(path)
+    if named and any(os.path.samefile(path, part) for part in parts):
+        raise InputError(f"merge_traces: {path} is one of the parts: name another file")
     base = min(content["baseTimeNanoseconds"] for content in contents)
     ranks: dict[int, object] = {}
     merged: list[Json] = []
