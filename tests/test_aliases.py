@@ -92,3 +92,15 @@ def test_aliases_that_nobody_has_any_more_are_not_remembered() -> None:
     for _ in range(5):
         model.weight.detach()
     assert len(model.weight.flat.aliases._known[model.weight.segment]) <= 2
+
+
+@pytest.mark.parametrize("container", [list, tuple, dict])
+def test_views_in_an_attribute_would_keep_the_values_of_wrap(container: type) -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    views = model[0].weight.data.chunk(2)
+    model.halves = container(enumerate(views) if container is dict else views)
+    with pytest.raises(zshard.WrapError, match=r"0\.weight shares memory with halves\[[01]\]"):
+        zshard.wrap(model)
+    of_another = zshard.wrap(nn.Linear(2, 2)).weight
+    model.halves = [model[0].weight, None, torch.ones(2), of_another]
+    zshard.wrap(model)

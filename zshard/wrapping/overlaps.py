@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,12 +51,12 @@ def check_apart(model: nn.Module, specs: Sequence[UnitSpec]) -> None:
 
 
 def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
-    """Every tensor of the modules once: parameters, buffers, and plain attributes."""
+    """Every tensor of the modules once: parameters, buffers, and what is in plain attributes."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        named = {**module.__dict__, **module._buffers, **module._parameters}
+        named = {**_in_attributes(module), **module._buffers, **module._parameters}
         for name, tensor in named.items():
-            if not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
+            if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             if name in module.__dict__ and _made_by_hook(module, name):
@@ -73,6 +73,23 @@ def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
                 begin = tensor.data_ptr()
                 end = begin + (last + 1) * tensor.itemsize
                 yield _Located(begin, end, label, tensor, id(tensor) in owned)
+
+
+def _in_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that are attributes, or lie in a list or a dict that is one, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, held in module.__dict__.items():
+        items: Iterable[tuple[object, object]] = ()
+        if isinstance(held, torch.Tensor):
+            found[name] = held
+        elif isinstance(held, (list, tuple)):
+            items = enumerate(held)
+        elif isinstance(held, dict) and name not in ("_buffers", "_parameters"):
+            items = held.items()
+        for key, each in items:
+            if isinstance(each, torch.Tensor) and not isinstance(each, Sharded):
+                found[f"{name}[{key!r}]"] = each
+    return found
 
 
 def _made_by_hook(module: nn.Module, name: str) -> bool:
