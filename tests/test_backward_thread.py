@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import Blocks
 from steps import batch, build, one_step
-from test_double_backward import assert_same_bits_but_norms, trained
+from test_double_backward import Recomputed, assert_same_bits_but_norms, trained
 
 import zshard
 
@@ -50,6 +50,26 @@ def test_its_bits_are_the_plain_models(elsewhere: list[int], case: str, strategy
     ours, theirs = (trained(0, 1, case, side) for side in (strategy, None))
     assert_same_bits_but_norms(ours, theirs)
     assert elsewhere and threading.get_ident() not in elsewhere
+
+
+class Slope(Recomputed):
+    """Its forward makes forces alone, of blocks that the backward within runs again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(x).sum(), x)[0]
+
+
+def test_what_it_recomputes_inside_full_params_is_a_part_of_the_call(elsewhere: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Slope()
+    with torch.no_grad():
+        expected = model(batch(0, 0))
+        zshard.wrap(model)
+        with zshard.full_params(model):
+            assert torch.equal(model(batch(0, 0)), expected)
+    assert len(elsewhere) == 2
 
 
 class _Broken(torch.autograd.Function):

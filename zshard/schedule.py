@@ -47,7 +47,7 @@ from .step.outcome import Ending
 from .step.reduction import Reducer
 from .step.updates import Updates
 from .structure import Structure
-from .training_state import TrainingState, modules_called
+from .training_state import TrainingState, inside_backward, modules_called
 from .unit import State, Unit
 from .units.pool import Pool
 
@@ -197,7 +197,9 @@ class Schedule:
         whole = [schedule for schedule in live() if schedule.whole]
         modules = {unit.module for schedule in whole for unit in schedule.units}
         in_method = any(schedule.methods.running for schedule in whole)
-        return in_method or sum(each in modules for each in modules_called()) > 1
+        # Of which a recomputation has none on its stack, where autograd has a thread of its own.
+        recomputed = inside_backward() and self.executor.state is TrainingState.IDLE
+        return in_method or recomputed or sum(each in modules for each in modules_called()) > 1
 
     def require_values(self, what: str) -> None:
         """Raise StateError, on every rank, if ``what`` would use parameters without values."""
