@@ -86,7 +86,7 @@ def test_a_checkpoint_under_registered_names_is_still_loaded(
 ) -> None:
     model, optimizer = trained(True)
     with monkeypatch.context() as as_before:
-        as_before.setattr("zshard.checkpoint.inventory._WRAPPED", "nothing of the kind")
+        as_before.setattr("zshard.unitmap._WRAPPED", "nothing of the kind")
         zshard.save(tmp_path / "a", model, optimizer)
     stored = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
     assert "0._checkpoint_wrapped_module.a.weight" in stored

@@ -12,6 +12,7 @@ import torch
 from models import Block
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import FEW_STEPS, Record, Wrapped, adamw, assert_same_bits, train
@@ -261,3 +262,16 @@ def in_another_order(rank: int, world_size: int, comm: str) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_another_order_of_blocks_is_another_backward(size: int, comm: str) -> None:
     run_ranks(in_another_order, size, comm)
+
+
+@pytest.mark.parametrize("around", ["the model", "a block"])
+def test_what_torchs_checkpoint_wrapper_renames_is_read_by_every_name(around: str) -> None:
+    block = checkpoint_wrapper(nn.Linear(3, 2))
+    model = block if around == "the model" else nn.Sequential(block)
+    value = block.weight.detach().clone()
+    zshard.wrap(model)
+    model(torch.ones(1, 3)).sum().backward()
+    keys = model.state_dict().keys() | dict(model.named_parameters()).keys()
+    for name in (key for key in keys if key.endswith("weight")):
+        assert torch.equal(zshard.full_param(model, name), value)
+        assert torch.equal(zshard.full_grad(model, name), torch.ones(2, 3))

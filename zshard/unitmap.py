@@ -26,6 +26,9 @@ Units = (
     | None
 )
 
+# What torch's checkpoint_wrapper registers its module as, and takes out of a state_dict's keys.
+_WRAPPED = "_checkpoint_wrapped_module."
+
 
 @dataclass(frozen=True)
 class Owned:
@@ -128,6 +131,11 @@ def owned_parameters(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[
                 if (module, attribute) not in sites:  # a module may be shared itself
                     sites.append((module, attribute))
     return [Owned(param, tuple(names), tuple(sites)) for param, names, sites in found.values()]
+
+
+def state_key(name: str) -> str:
+    """The key in a state_dict of what is registered as ``name``."""
+    return name.replace(_WRAPPED, "")
 
 
 def persistent_buffers(

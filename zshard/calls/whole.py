@@ -22,6 +22,7 @@ from ..schedule import Schedule
 from ..sharded.slices import own_slice
 from ..tag import Tag
 from ..unit import State
+from ..unitmap import state_key
 from ..units.flat import Flat
 from ..units.gradient import held_back
 from ..wrap import schedule_of
@@ -292,7 +293,7 @@ def mark_updated(model: nn.Module) -> None:
 def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
     for flat in schedule.flats:
         for index, names in enumerate(flat.all_names):
-            if name in names:
+            if name in names or name in map(state_key, names):
                 return flat, index
     if name in dict(schedule.model.named_parameters(remove_duplicate=False)):
         raise InputError(f"{name!r} is not sharded (ignored=): every rank has it, read it there")

@@ -16,13 +16,10 @@ from ..errors import InputError
 from ..layout import Range
 from ..param import Sharded
 from ..schedule import Schedule
-from ..unitmap import owned_parameters, persistent_buffers
+from ..unitmap import owned_parameters, persistent_buffers, state_key
 from ..units.flat import Flat
 from .held import Held, HeldMaster, HeldWhole
 from .manifest import Json
-
-# What torch's checkpoint_wrapper registers its module as, and takes out of a state_dict's keys.
-_WRAPPED = "_checkpoint_wrapped_module."
 
 
 @dataclass
@@ -48,7 +45,7 @@ class Inventory:
     def add_aliases(self, registered: Iterable[str], first: str) -> None:
         """Note by which names the tensor is registered that is called ``first``."""
         for name in registered:
-            self.aliases.update({each: first for each in (_key(name), name) if each != first})
+            self.aliases.update({each: first for each in (state_key(name), name) if each != first})
 
     @cached_property
     def names_of(self) -> dict[str, list[str]]:
@@ -73,7 +70,7 @@ def inventory_of(schedule: Schedule) -> Inventory:
     found = Inventory()
     first = schedule.comm.world_rank == 0
     for owned in owned_parameters(schedule.model, ()):
-        name, param = _key(owned.name), owned.param
+        name, param = state_key(owned.name), owned.param
         found.names[id(param)] = name
         found.add_aliases(owned.names, name)
         if not isinstance(param, Sharded):
@@ -86,7 +83,7 @@ def inventory_of(schedule: Schedule) -> Inventory:
     seen: dict[int, str] = {}
     modules = schedule.model.named_modules(remove_duplicate=False)
     for name, buffer in persistent_buffers(modules):
-        key = seen.setdefault(id(buffer), _key(name))
+        key = seen.setdefault(id(buffer), state_key(name))
         found.add_aliases([name], key)
         found.buffers[key] = _held(key, buffer, first)
     for key, module in _with_extra_state(schedule.model):
@@ -120,12 +117,7 @@ def saved_range(flat: Flat, segment: int) -> Range:
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield _key(f"{prefix}._extra_state" if prefix else "_extra_state"), module
-
-
-def _key(name: str) -> str:
-    """The key in a state_dict of what is registered as ``name``."""
-    return name.replace(_WRAPPED, "")
+            yield state_key(f"{prefix}._extra_state" if prefix else "_extra_state"), module
 
 
 def set_extra_state(model: nn.Module, states: dict[str, Json]) -> None:
