@@ -98,7 +98,8 @@ class FullBuffer:
             return grad if owner is None else owner._flat.hooks[index].change(grad)
 
         def leaf_grad_arrived(leaf: torch.Tensor) -> None:
-            if (owner := full()) is not None:
+            # Torch calls it too where the leaf, frozen since the forward, has taken no gradient.
+            if (owner := full()) is not None and owner._flat.trained[index]:
                 try:
                     owner._flat.unit.leaf_grad_arrived(owner._flat, index)
                 except BaseException:
