@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -233,3 +234,19 @@ def test_a_read_only_file_system_is_told_on_both_ranks_and_can_be_loaded_from() 
     with small_disk(1 << 20) as (folder, mounted):
         for error in run_ranks(save_read_only, 2, str(folder), mounted):
             assert "Read-only file system" in error and str(folder) in error
+
+
+def test_a_save_of_more_files_than_a_process_may_have_open_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zshard.checkpoint.writer, "FILE_BYTES", 100)
+    model = zshard.wrap(nn.Sequential(*(nn.Linear(5, 5) for _ in range(32))))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 8, before[1]))
+    try:
+        zshard.save(tmp_path / "x", model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(os.listdir(tmp_path / "x")) > 32
+    zshard.load(tmp_path / "x", model)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -213,17 +214,14 @@ class Writer:
         written: list[tuple[int, Chunk]] = []
         # The first has written every file's header, which is to be synced too.
         first = self._peers.world_rank == 0
-        used = {task.file for task in self._tasks if task.held.mine.numel or first}
-        with ExitStack() as opened:
-            handles = {
-                name: opened.enter_context(File.to_write(os.path.join(self._place, name)))
-                for name in sorted(used)
-            }
-            for number, task in enumerate(self._tasks):
-                if task.held.mine.numel:
-                    for chunk in self._write_tensor(handles[task.file], task):
-                        written.append((number, chunk))
-            for file in handles.values():
+        # One open at a time: a large model has more files than a process may have open.
+        for name, tasks in groupby(enumerate(self._tasks), key=lambda numbered: numbered[1].file):
+            mine = [(number, task) for number, task in tasks if task.held.mine.numel]
+            if not mine and not first:
+                continue
+            with File.to_write(os.path.join(self._place, name)) as file:
+                for number, task in mine:
+                    written += [(number, chunk) for chunk in self._write_tensor(file, task)]
                 file.sync()
         return written
 
