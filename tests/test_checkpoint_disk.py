@@ -236,6 +236,44 @@ def test_a_read_only_file_system_is_told_on_both_ranks_and_can_be_loaded_from() 
             assert "Read-only file system" in error and str(folder) in error
 
 
+@pytest.mark.parametrize("file", ["checkpoint.json", "model.safetensors"])
+def test_a_checkpoint_that_the_system_does_not_let_be_read_is_not_passed_over(
+    file: str, tmp_path: Path
+) -> None:
+    """A script would begin anew, or go on from an older one, and save over what is there."""
+    run, real = Run(1), os.open
+    for name in ("a", "b"):
+        run.save(tmp_path / name, name)
+
+    def refuse(path: str, *args: int, **options: int) -> int:
+        if str(path) == str(tmp_path / "b" / file):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **options)
+
+    with patched(open=refuse), pytest.raises(zshard.CheckpointError, match=f"{file}: Input/output"):
+        zshard.latest(tmp_path)
+    assert zshard.latest(tmp_path) == str(tmp_path / "b")
+
+
+def test_a_save_among_checkpoints_that_cannot_be_read_does_not_come_before_them(
+    tmp_path: Path,
+) -> None:
+    run, real = Run(1), os.open
+    for name in ("a", "b"):
+        run.save(tmp_path / name, name)
+
+    def refuse(path: str, *args: int, **options: int) -> int:
+        if str(path) == str(tmp_path / "b" / "checkpoint.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **options)
+
+    with patched(open=refuse), pytest.raises(zshard.CheckpointError, match=r"b/checkpoint\.json"):
+        run.save(tmp_path / "c", "c")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    run.save(tmp_path / "c", "c")
+    assert zshard.latest(tmp_path) == str(tmp_path / "c")
+
+
 def test_a_save_of_more_files_than_a_process_may_have_open_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,18 +84,28 @@ def targets_in(folder: str) -> list[str]:
 
 
 def checkpoints_in(folder: str) -> list[tuple[int, str]]:
-    """Sequence and path of the checkpoints in ``folder``, newest first; they may be damaged."""
+    """Sequence and path of the checkpoints in ``folder``, newest first; they may be damaged.
+
+    Raises:
+        CheckpointError: if the system refuses to read one: its place among the others is not known.
+    """
     found: list[tuple[int, str]] = []
     for target in targets_in(folder):
-        with suppress(CheckpointError):
-            if sequence := read_sequence(find(target)):
-                found.append((sequence, target))
+        place = ""
+        with suppress(CheckpointError):  # also for a folder that only others may look into
+            place = find(target)
+        if place and (sequence := read_sequence(place)):
+            found.append((sequence, target))
     return sorted(found, reverse=True)
 
 
 def whole_id(target: str) -> str | None:
-    """The id of the checkpoint at ``target`` if manifest, names, sizes and headers are its own."""
-    with suppress(CheckpointError):
+    """The id of the checkpoint at ``target`` if manifest, names, sizes and headers are its own.
+
+    Raises:
+        CheckpointError: if the system refuses to read it.
+    """
+    with files.passing_over():
         place = find(target)
         manifest = read_manifest(place)
         check_files(manifest, place)
@@ -118,7 +128,7 @@ def latest(folder: StrPath) -> str | None:
 
     Raises:
         InputError: if it is no path.
-        CheckpointError: if the folder cannot be read.
+        CheckpointError: if the folder cannot be read, or the system refuses to read a checkpoint.
 
     Example:
         >>> model = zshard.wrap(nn.Linear(4, 2))

@@ -5,6 +5,7 @@ Nothing here is mapped into memory: a file that is cut short is an error, not a 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -20,6 +21,21 @@ def _names(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:  # the latter: a NUL, or no Unicode
         raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+# Of a name behind which is no file to be read, or none any more (on NFS: a stale handle).
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EISDIR, errno.ELOOP, errno.ENXIO}
+
+
+@contextmanager
+def passing_over() -> Iterator[None]:
+    """Pass over what is damaged or missing, but not what the system refuses to read."""
+    try:
+        yield
+    except CheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno not in _NO_FILE:
+            raise
 
 
 class File:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..words import counted
-from .files import File, read_whole
+from .files import File, passing_over, read_whole
 from .manifest import (
     FORMAT,
     MAX_NBYTES,
@@ -35,13 +35,15 @@ _PREFIX = re.compile(
 
 
 def read_sequence(folder: str) -> int | None:
-    """The sequence that a manifest says; None if there is none. Nothing else is looked at."""
-    try:
-        with File.to_read(os.path.join(folder, NAME)) as file:
-            head = bytearray(min(file.size(), _PREFIX_NBYTES))
-            file.read(head, 0)
-    except CheckpointError:
-        return None
+    """The sequence that a manifest says; None if there is none. Nothing else is looked at.
+
+    Raises:
+        CheckpointError: if the system refuses to read it.
+    """
+    head = bytearray()
+    with passing_over(), File.to_read(os.path.join(folder, NAME)) as file:
+        head = bytearray(min(file.size(), _PREFIX_NBYTES))
+        file.read(head, 0)
     prefix = _PREFIX.match(head)
     return None if prefix is None else int(prefix[2])
 
