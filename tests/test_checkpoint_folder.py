@@ -19,6 +19,7 @@ from torch import nn
 
 import zshard
 from zshard.checkpoint import catalogue, files
+from zshard.training.output import check_output
 
 
 def plain(seed: int = 0) -> nn.Module:
@@ -238,3 +239,20 @@ def test_a_buffer_whose_elements_share_memory_is_saved_and_refused_by_a_load(
     with pytest.raises(zshard.CheckpointError, match=r"turned: its elements share memory"):
         zshard.load(tmp_path / "b", model)
     assert model(torch.randn(2, 3)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", Path("gs://bucket/run")])
+def test_a_url_is_not_taken_for_a_folder_on_this_machine(
+    url: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zshard.wrap(nn.Linear(3, 2))
+    monkeypatch.chdir(tmp_path)
+    calls = {
+        "path": (zshard.save, zshard.export, zshard.load, lambda p, m: zshard.load_weights(m, p)),
+        "folder": (lambda path, _: zshard.latest(path),),
+        "--out": (lambda path, _: check_output(str(path)),),
+    }
+    for what, call in ((what, call) for what, several in calls.items() for call in several):
+        with pytest.raises(zshard.InputError, match=rf"{what}='[sg][3s]:/.*is a URL"):
+            call(url, model)
+    assert os.listdir(tmp_path) == []

@@ -24,6 +24,7 @@ from ..whole_files import StrPath
 from . import files
 from .manifest import NAME, Manifest
 from .manifest_reading import check_files, read_manifest, read_sequence
+from .paths import not_url
 
 RUN_FOLDER = "checkpoints"  # in the folder of a run of ``zshard train``
 _REPLACED = ".replaced"
@@ -140,7 +141,7 @@ def latest(folder: StrPath) -> str | None:
     """
     if not isinstance(folder, str | os.PathLike):
         raise InputError(f"folder={folder!r}: expected the path of a folder")
-    given = os.fspath(folder)
+    given = not_url(os.fspath(folder), "folder")
     if not files.exists(given):
         return None
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 
 from ..errors import InputError
@@ -24,7 +25,7 @@ def absolute(path: object, *, resolve: bool = True) -> str:
     if not isinstance(name, str) or "\0" in name:
         raise InputError(f"path={path!r}: expected text without NUL")
     try:
-        folder, last = os.path.split(name)
+        folder, last = os.path.split(not_url(name, "path"))
         whole = resolve or last in ("", ".", "..")
         found = os.path.realpath(name) if whole else os.path.join(os.path.realpath(folder), last)
     except OSError as error:  # the current folder was deleted
@@ -34,6 +35,20 @@ def absolute(path: object, *, resolve: bool = True) -> str:
     if not os.path.basename(found):
         raise InputError(f"path={path!r}: a file system's root cannot be a checkpoint")
     return found
+
+
+def not_url(name: str, what: str) -> str:
+    """``name``, as it is.
+
+    Raises:
+        InputError: for a URL, which would be taken for a folder of that name on this machine.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", name):  # pathlib makes one slash of two
+        raise InputError(
+            f"{what}={name!r}: is a URL, and checkpoints are in file systems; mount what it names, "
+            "or copy them there"
+        )
+    return name
 
 
 def shown(path: object) -> str:

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import cast
 
+from ..checkpoint.paths import not_url
 from ..errors import InputError
 from .job import Job
 from .metrics import read_metrics
@@ -23,7 +24,7 @@ def check_output(given: str | None) -> None:
     Raises:
         InputError: if it cannot.
     """
-    folder = Path(given or _RUNS)
+    folder = Path(not_url(given or _RUNS, "--out"))
     nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not nearest.is_dir():
         raise InputError(f"--out {folder}: {nearest} is no folder")
