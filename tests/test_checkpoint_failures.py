@@ -301,3 +301,28 @@ def waited_for_by_one(rank: int, world_size: int, base: str) -> None:
 def test_a_failure_that_only_one_rank_has_waited_for_is_told_to_both_by_the_next_save() -> None:
     with scratch() as base:
         run_ranks(waited_for_by_one, 2, str(base))
+
+
+@pytest.mark.parametrize("call", ["lstat", "unlink"])
+def test_remains_of_another_checkpoint_that_must_stay_are_in_no_saves_way(call: str) -> None:
+    """As another user's in a folder that many share."""
+    real = getattr(os, call)
+
+    def refuse(path: str) -> object:
+        if ".b.replaced/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path)
+
+    with scratch() as folder:
+        run = Run(1)
+        for name in ("a", "b"):
+            run.save(folder / name, name)
+        (folder / "a").rename(folder / ".b.replaced")
+        with patched(**{call: refuse}):
+            run.save(folder / "c", "c")
+            with pytest.raises(zshard.CheckpointError, match=r"\.b\.replaced.*: Permission denied"):
+                run.save(folder / "b", "new")
+        assert sorted(os.listdir(folder)) == [".b.replaced", "b", "c"]
+        assert (run.load(folder / "b"), run.load(folder / "c")) == ("b", "c")
+        run.save(folder / "b", "new")
+        assert sorted(os.listdir(folder)) == ["b", "c"]

@@ -17,7 +17,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from ..errors import CheckpointError, InputError
 from ..whole_files import StrPath
@@ -216,16 +216,16 @@ def tidy(target: str) -> None:
         with suppress(CheckpointError):  # it is in nobody's way
             files.remove(os.path.join(folder, match[0]))
     for name in names:
-        home = _home(name)
-        if home is None or home in alive:
+        if not (home := _home(name)) or home in alive:
             continue
         place, displaced = os.path.join(folder, home), os.path.join(folder, name)
-        whole = _has_manifest(displaced)  # or a save was killed removing it
-        if whole and not _has_manifest(place):
-            with suppress(CheckpointError):  # over something that is no checkpoint; it stays
-                files.rename(displaced, place)
-        elif home == own or _is_free(place):
-            files.remove(displaced)
+        with nullcontext() if home == own else suppress(CheckpointError):  # not in its way
+            whole = _has_manifest(displaced)  # or a save was killed removing it
+            if whole and not _has_manifest(place):
+                with suppress(CheckpointError):  # over something that is no checkpoint; it stays
+                    files.rename(displaced, place)
+            elif home == own or _is_free(place):
+                files.remove(displaced)
 
 
 def _home(name: str) -> str | None:
