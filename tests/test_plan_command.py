@@ -110,7 +110,7 @@ def test_an_option_of_the_command_is_one_of_the_plan(
 
 
 def test_what_the_command_cannot_plan_with_is_refused(command: Command) -> None:
-    done = command("gpt:tiny", "--world", 4, "--comm", "peer")
+    done = command("gpt:tiny", "--world", 4, "--batch", "1x64", "--comm", "peer")
     assert done.returncode == 2 and "comm='peer': h100 was not measured" in done.stderr
 
 

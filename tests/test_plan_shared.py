@@ -77,3 +77,10 @@ def test_shared_memory_that_was_not_measured_is_refused_and_a_network_has_none()
     assert gpt_plan(machine=None, comm="peer").peak == gpt_plan(comm="group").peak
     assert gpt_plan(machine=on, comm="peer").with_world_size(1).comm == "group"
     assert gpt_plan(machine=None).comm is None
+
+
+def test_without_a_batch_no_time_is_predicted_so_shared_memory_needs_no_measurement() -> None:
+    planned = zshard.plan(torch.nn.Linear(64, 48), 4, comm="peer")
+    assert planned.comm is planned.to_dict()["comm"] is None
+    assert planned.peak == zshard.plan(torch.nn.Linear(64, 48), 4, comm="group").peak
+    assert planned.with_world_size(2).fit(hbm=1e9) and planned.alternatives() and str(planned)

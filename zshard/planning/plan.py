@@ -130,8 +130,8 @@ class Plan:
 
     @property
     def comm(self) -> str | None:
-        """What carries the collectives, "group" or "peer", on its machine; None without one."""
-        if self.machine is None:
+        """What carries the collectives, "group" or "peer"; None where no times are predicted."""
+        if self.machine is None or self.timeline is None:
             return None
         return "peer" if self.machine.in_memory(self.setup.comm, self.world_size) else "group"
 

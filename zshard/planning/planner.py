@@ -144,7 +144,7 @@ class _Planner:
     def plan(self, setup: Setup, *, timed: bool = True) -> Plan:
         check_precision(self._specs, setup.precision)
         in_memory = False
-        if timed and self._machine is not None:
+        if timed and self._batch is not None and self._machine is not None:
             in_memory = self._machine.in_memory(setup.comm, setup.world_size)
         rehearsal = self._rehearse(setup)
         flats = [self._flats(spec, setup) for spec in self._specs]
