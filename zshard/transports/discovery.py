@@ -22,24 +22,18 @@ class _Identity(NamedTuple):
     proof: bytes  # that a process is the one meant: another host may have one of the same number
 
 
-def find_each_other(ranks: Ranks) -> tuple[Processes | None, str]:
+def find_each_other(ranks: Ranks) -> Processes | str:
     """The ranks' processes, or why one of them is out of reach. All ranks have to call."""
-    linux = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    possible = linux and ranks.device.type in ("cpu", "cuda") and ranks.backend != "fake"
-    made, proof, problem = -1, secrets.token_bytes(16), ""
-    try:
-        if possible:
+    host, made, proof = socket.gethostname(), -1, secrets.token_bytes(16)
+    problem = _hindrance(ranks, host)
+    if not problem:
+        try:
             made = os.memfd_create("zshard", os.MFD_CLOEXEC)
             os.write(made, proof)
-    except OSError as error:
-        problem = str(error)  # too many open files, say; the others are to hear of it
-    mine = _Identity(socket.gethostname(), os.getpid(), descriptor_path(made), proof)
+        except OSError as error:
+            problem = str(error)  # too many open files, say; the others are to hear of it
+    mine = _Identity(host, os.getpid(), descriptor_path(made), proof)
     lives: list[Life] = []
-    if not possible:
-        what = (
-            "simulated ranks" if ranks.backend == "fake" else f"ranks with memory of {ranks.device}"
-        )
-        problem = f"on host {mine.host}, {what} cannot share it"
     for rank, told in enumerate(ranks.all_gather_object(mine)):
         if problem:
             break
@@ -51,16 +45,25 @@ def find_each_other(ranks: Ranks) -> tuple[Processes | None, str]:
             problem = str(error)
         if problem:
             problem = (
-                f"on host {mine.host}, the memory of {ranks.name(rank)} on host {other.host} is "
-                f"out of reach ({problem})"
+                f"on host {host}, the memory of {ranks.name(rank)} on host {other.host} is out of "
+                f"reach ({problem})"
             )
     ranks.all_gather_object(None)  # all have looked
     close_all([made] if made >= 0 else [])
     if problem:
         close_all([life.fd for life in lives])
-        return None, problem
-    names = [ranks.name(rank) for rank in range(ranks.size)]
-    return Processes(names, lives), ""
+        return problem
+    return Processes([ranks.name(rank) for rank in range(ranks.size)], lives)
+
+
+def _hindrance(ranks: Ranks, host: str) -> str:
+    """Why no rank's memory can be shared, whichever rank it is; "" if it can."""
+    if ranks.backend == "fake":
+        return f"on host {host}, simulated ranks cannot share it"
+    linux = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    if not linux or ranks.device.type not in ("cpu", "cuda"):
+        return f"on host {host}, ranks with memory of {ranks.device} cannot share it"
+    return ""
 
 
 def _check(other: _Identity) -> str:

@@ -65,12 +65,12 @@ class Ranks:
         in_memory: whether ranks read each other's memory (in_memory.py), and nothing is sent.
         read_by_waiter: whether it is the host that does, when it waits.
         neighbours: where the ranks meet that also wrap models over shared memory; else None.
-        found: their processes, or why these were not found; None where nobody has looked.
+        found: see ``find_each_other``; None where nobody has looked.
     """
 
     in_memory = read_by_waiter = False
     neighbours: Neighbours | None = None
-    found: tuple[Processes | None, str] | None = None
+    found: Processes | str | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -122,7 +122,7 @@ class Ranks:
 
     @property
     def _processes(self) -> Processes | None:
-        return self.found[0] if self.found is not None else None
+        return None if isinstance(self.found, str) else self.found
 
     def ended(self) -> str:
         """Which ranks have ended, for an error that names none; or ""."""

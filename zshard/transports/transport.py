@@ -13,6 +13,7 @@ from .groups import Ranks
 from .neighbours import Neighbours
 from .peer import PeerRanks
 from .per_group import per_group
+from .processes import Processes
 from .refusal import Refusal, raise_together
 from .shared import NoSharedMemory
 from .symmetric import SymmetricRanks
@@ -145,15 +146,16 @@ def over_memory(transport: Transport, shards: Ranks, replicas: Ranks) -> Ranks:
         if first:
             _LOG.info("comm='group': GPUs read each other's memory where comm='peer' asks for it")
         return shards
-    carried, hindrance = _reached(shards)
+    reached = _over_memory(shards)
+    hindrance = reached if isinstance(reached, Refusal) else None
     if replicas.size > 1:
         everyone = cast("list[Refusal | None]", replicas.all_gather_object(hindrance))
         hindrance = hindrance or next(filter(None, everyone), None)
-    if carried is not None and hindrance is None:
+    if hindrance is None:
         if first:
             _LOG.info("comm='peer': the %d ranks read each other's memory", shards.size)
-        return carried
-    assert hindrance is not None
+        assert isinstance(reached, Ranks)
+        return reached
     if transport == "auto":
         if first:
             say_fallback(hindrance.text, logging.WARNING if hindrance.lack else logging.INFO)
@@ -171,23 +173,24 @@ def say_fallback(why: str, level: int) -> None:
     _LOG.log(level, "comm='group', because of %s", why)
 
 
-def _reached(ranks: Ranks) -> tuple[Ranks | None, Refusal | None]:
+def _over_memory(ranks: Ranks) -> Ranks | Refusal:
     """``ranks`` over shared memory, or what hinders them; alike on all of them."""
     group, device = ranks.group, ranks.device
     assert group is not None
     if ranks.size > _MOST_RANKS:
-        return None, Refusal("WrapError", f"{ranks.size} ranks, where {_MOST_RANKS} is the most")
+        return Refusal("WrapError", f"{ranks.size} ranks, where {_MOST_RANKS} is the most")
     if ranks.neighbours is not None:
-        return PeerRanks(group, device, ranks.neighbours), None
-    processes, problem = ranks.found or find_each_other(ranks)
+        return PeerRanks(group, device, ranks.neighbours)
+    processes = ranks.found or find_each_other(ranks)
+    problem = processes if isinstance(processes, str) else ""
     if (found := ranks.first_problem(problem)) is not None:
         who, what = found
-        return None, Refusal("WrapError", f"{who}: {what}")
+        return Refusal("WrapError", f"{who}: {what}")
     try:
         if device.type == "cuda":  # a barrier's timeout tells that a rank is missing
-            return SymmetricRanks(group, device), None
-        assert processes is not None
+            return SymmetricRanks(group, device)
+        assert isinstance(processes, Processes)
         there = per_group(group).neighbours = Neighbours(ranks, group, processes)
-        return PeerRanks(group, device, there), None
+        return PeerRanks(group, device, there)
     except NoSharedMemory as error:
-        return None, Refusal.of(error)
+        return Refusal("WrapError", str(error), lack=True)
