@@ -93,10 +93,6 @@ class Message(NamedTuple):
         about = self.about if self.intent.same_about else 0
         return self.model, self.intent, self.unit, self.inside, about
 
-    def telling(self, tally: Tally) -> Message:
-        """The same with ``tally``."""
-        return self._replace(changes=tally.changes, checksum=tally.checksum)
-
 
 class Member(Protocol):
     """A model's part in the meetings: its agreement."""
