@@ -80,8 +80,8 @@ class Schedule:
         self.model, self.units, self.comm, self.pool = model, tuple(units), comm, pool
         self.flats = tuple(flat for unit in units for flat in unit.flats)
         self.precision, self.root, self.device = precision, units[0], device
-        self.updates = Updates(units, comm)
-        self.reducer = Reducer(units, comm, pool, self.updates, device)
+        self.updates = Updates(self.flats, comm)
+        self.reducer = Reducer(self.flats, comm, pool, self.updates, device)
         callable_alone = [(unit.name, unit.module) for unit in units]
         self.module_buffers = ModuleBuffers(callable_alone, comm)
         self.structure = Structure(callable_alone)

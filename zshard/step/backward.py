@@ -135,7 +135,7 @@ class Backward:
             self._root.install()  # a checkpointed region may be of the root's own modules
         if self._reduces:
             self._reducer.start()
-            there_already = [flat.grads.present for flat in self._reducer.all_flats]
+            there_already = [flat.grads.present for flat in self._schedule.flats]
             what, updates = "which gradients a backward adds to", self._schedule.updates
             updates.note_many(what, there_already, of_gradients=True)
         self._finish_at_the_end()

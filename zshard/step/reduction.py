@@ -33,17 +33,17 @@ Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Executor.doing`
 
 
 class Reducer:
-    """Reduces the gradients of ``units`` (the unit map, outermost first) into their shards."""
+    """Reduces the gradients of ``flats``, all that a model has, into their shards."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        flats: Sequence[Flat],
         comm: Comm,
         pool: Pool,
         updates: Updates,
         device: torch.device,
     ) -> None:
-        self.all_flats = [flat for unit in units for flat in unit.flats]
+        self._flats = flats
         self.trained_flats: list[Flat] = []  # those with anything to be trained
         self._comm, self._pool, self._updates = comm, pool, updates
         self.on_strayed: Callable[[], None] = lambda: None  # set by the backward
@@ -55,8 +55,8 @@ class Reducer:
         self._buffers: dict[Flat, ReduceBuffers] = {}
         self._landing: dict[Flat, ReduceBuffers] = {}  # those in shards, while these stay
         # Of every flat buffer, whether trained or not: the sum of squares, the non-finite flag.
-        self._stats = torch.zeros(len(self.all_flats), 2, dtype=torch.float64, device=device)
-        self._stats_of = dict(zip(self.all_flats, self._stats.unbind(), strict=True))
+        self._stats = torch.zeros(len(self._flats), 2, dtype=torch.float64, device=device)
+        self._stats_of = dict(zip(self._flats, self._stats.unbind(), strict=True))
         self._present: dict[Flat, list[bool]] = {}
         self._ending = Ending.WELL  # of the last backward
         self._outcome: OutcomeSum | None = None  # until ``read_outcome`` has taken it in
@@ -70,12 +70,12 @@ class Reducer:
 
     def find_trained(self) -> None:
         """Find out what there is to reduce: at first, and after parameters were (un)frozen."""
-        self.trained_flats = [flat for flat in self.all_flats if flat.requires_grad]
+        self.trained_flats = [flat for flat in self._flats if flat.requires_grad]
         self._stats.zero_()
         self._buffers.clear()
         self._landing.clear()
         self._pool.reserve_scratch(scratch_sizes(self.trained_flats, self._comm))
-        for flat in self.all_flats:
+        for flat in self._flats:
             if not flat.requires_grad and not any(flat.grads.present):
                 flat.grads.free()
 
@@ -130,7 +130,7 @@ class Reducer:
         if self._present:  # else that backward has made no gradients, and none have changed
             self._sum_of_squares, self._non_finite = found.sum_of_squares.view(1), found.non_finite
             self._factors.clear()
-        left_out = set(self.all_flats) - set(self.trained_flats)  # frozen as the backward began
+        left_out = set(self._flats) - set(self.trained_flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
             self._sum_of_squares = None  # what came out is not of all gradients
         present = iter(found.present)
@@ -162,7 +162,7 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget every gradient, and what was known of them."""
-        for flat in self.all_flats:
+        for flat in self._flats:
             flat.grads.drop()
         self._sum_of_squares = None
         self._updates.forget_gradients()
@@ -216,26 +216,27 @@ class Reducer:
         """Forget a backward that did not finish; see [Note: after an exception] in backward.py."""
         for pending in self._pending:
             pending.abandon()
-        self._pending.clear()
-        self._in_flight.clear()
-        self._apart = None
+        self._forget_pending()
 
     def forget(self) -> None:
         """Drop all gradients, as all ranks do, and what is not known of them yet.
 
         The reduce buffers, too: some ranks may have made them larger, and others not yet.
         """
-        self._pending.clear()
-        self._in_flight.clear()
-        self._apart = None
+        self._forget_pending()
         self._outcome = None
-        for flat in self.all_flats:
+        for flat in self._flats:
             flat.grads.drop_leaves()
         self.drop()
         self._drop_scale()
         self._buffers.clear()
         self._landing.clear()
         self._pool.drop_scratch()
+
+    def _forget_pending(self) -> None:
+        self._pending.clear()
+        self._in_flight.clear()
+        self._apart = None
 
     # --- what is known of the gradients ----------------------------------------------------------
 
@@ -269,7 +270,7 @@ class Reducer:
         given = {id(param) for param in params}
         return all(
             id(param) in given
-            for flat in self.all_flats
+            for flat in self._flats
             for param, present in zip(flat.params, flat.grads.present, strict=True)
             if present
         )
@@ -278,7 +279,7 @@ class Reducer:
         """Multiply the gradients by the factor that zshard's optimizers apply on the fly."""
         self.read_outcome()
         if self.grad_scale is not None:
-            for flat in self.all_flats:
+            for flat in self._flats:
                 if any(flat.grads.present):
                     flat.grads.owned().mul_(self.grad_scale.to(flat.dtypes.master))
             self._drop_scale()
@@ -288,14 +289,12 @@ class Reducer:
 
         In fp16 small values of the others would become 0: there it waits until all are zeroed.
         """
-        fp16 = any(each.dtypes.reduce == torch.float16 for each in self.all_flats)
+        fp16 = any(each.dtypes.reduce == torch.float16 for each in self._flats)
         if not (self.unscales and fp16):
             self.apply_scale()
             return
         self._zeroed[flat].add(index)
-        present = (
-            (each, i) for each in self.all_flats for i, p in enumerate(each.grads.present) if p
-        )
+        present = ((each, i) for each in self._flats for i, p in enumerate(each.grads.present) if p)
         if all(i in self._zeroed[each] for each, i in present):
             self._drop_scale()
 
@@ -307,7 +306,7 @@ class Reducer:
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient that was reduced."""
         self.read_outcome()
-        return any(any(flat.grads.present) for flat in self.all_flats)
+        return any(any(flat.grads.present) for flat in self._flats)
 
     def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
         """Defer a multiplication of the gradients by ``factor`` until they are read.

@@ -15,7 +15,6 @@ from ..digest import digest
 from ..errors import MismatchError
 from ..param import Sharded
 from ..tag import Tag
-from ..unit import Unit
 from ..units.flat import Flat
 
 if TYPE_CHECKING:
@@ -59,11 +58,10 @@ class Change:
 
 
 class Updates:
-    """Tallies the changes of the masters of ``units`` from one meeting of the ranks to the next."""
+    """Tallies the changes of the masters of ``flats`` from one meeting of the ranks to the next."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
-        self._flats = [flat for unit in units for flat in unit.flats]
-        self._comm = comm
+    def __init__(self, flats: Sequence[Flat], comm: Comm) -> None:
+        self._flats, self._comm = flats, comm
         self._checksum = self._of_gradients = 0  # of all that was noted
         self._not_made = 0  # changes that the flat buffers' versions count, and that were not made
         # Since the last check, for errors: all, and what was of gradients alone.
