@@ -109,7 +109,7 @@ class Unit:
         if self.slot_bytes == 0:
             return True
         if self._home is None:
-            self._home = self._pool.free_slot(grow=False)
+            self._home = self._pool.free_slot()
         return self._home is not None and self._home.owner is None
 
     @property
@@ -277,8 +277,7 @@ class Unit:
         if self.parent is None:
             self._home = self._pool.own_slot()
         elif self._home is None or owner is not None:
-            self._home = self._pool.free_slot(grow=True)
-            assert self._home is not None
+            self._home = self._pool.free_slot() or self._pool.grow()
         memory = self._home.memory
         self._pool.take(self._home, self)
         if self._attached is not self._home:

@@ -91,8 +91,8 @@ class Pool:
         """Bytes of the reduce buffers."""
         return sum(memory.numel() for memory in self._scratch.values())
 
-    def free_slot(self, *, grow: bool) -> Slot | None:
-        """The next free slot in turn; a new one where none is free and ``grow`` allows it."""
+    def free_slot(self) -> Slot | None:
+        """The next free slot in turn; None where none is free."""
         self._make_regular()
         count = len(self.slots)
         for step in range(count):
@@ -100,12 +100,17 @@ class Pool:
             if slot.owner is None:
                 self._next = (self._next + step + 1) % count
                 return slot
-        return self._grow() if grow else None
+        return None
+
+    def grow(self) -> Slot:
+        """A slot beside those that there are."""
+        self.slots.append(self._new_slot(self._slot_bytes))
+        return self.slots[-1]
 
     def spare(self, unit: Unit, evict: Callable[[Unit], bool]) -> torch.Tensor:
         """Memory for a gather of ``unit`` that only other ranks need, uint8: a slot without owner.
 
-        It gets none by this, and takes no turn.
+        The slot stays without one, and the turn of ``free_slot`` where it is.
 
         Args:
             evict: reshards a unit that can give way, where no slot is free; whether it could.
@@ -119,15 +124,11 @@ class Pool:
         for slot in self.slots:
             if slot.owner is not None and evict(slot.owner):
                 return slot.memory
-        return self._grow().memory
+        return self.grow().memory
 
     def _make_regular(self) -> None:
         while len(self.slots) < self._regular:
-            self._grow()
-
-    def _grow(self) -> Slot:
-        self.slots.append(self._new_slot(self._slot_bytes))
-        return self.slots[-1]
+            self.grow()
 
     def take(self, slot: Slot, unit: Unit) -> None:
         """Give ``slot`` to ``unit``."""
