@@ -161,15 +161,8 @@ def _state(
                 value = _as_torch_counts(value, group, param)
         else:
             stored = saved.tensors["optimizer"][str(entry["tensor"])]
-            # What is in the parameter's dtype (its master's) follows that, as torch has it: it is
-            # another where a bf16 parameter is ignored now, and was not then, or the other way.
-            # Another library's may be fp32 for every parameter, and is not to be rounded; in a
-            # wider dtype it has the same value, and goes on in the precision of the master.
-            was, wanted = stored.torch_dtype, _dtype_now(param)
-            follows = was == _updated_dtype(saved, key) and (
-                torch.promote_types(was, wanted) == wanted or _is_known(optimizer)
-            )
-            dtype = wanted if follows else was
+            of_master = stored.torch_dtype == _updated_dtype(saved, key)
+            dtype = _dtype_now(stored.torch_dtype, optimizer, param, of_master=of_master)
             value = before if torch.is_tensor(before) else _empty_state(param, dtype)
         # torch.optim's state of a 0-d parameter is 0-d, that of zshard's optimizers 1-D.
         alike = is_scalar(before) == scalar or param.ndim == 0
@@ -181,7 +174,7 @@ def _state(
         if not scalar:
             assert isinstance(value, torch.Tensor)
             held = held_state(param, name, state_name, value, first=False)
-            match.add(label, stored, held, cast=follows and held.dtype == dtype)
+            match.add(label, stored, held, cast=held.dtype == dtype)
     if now and uncounted:
         state["step"] = torch.ones_like(there["step"])
     if now and not then:  # as before the first step
@@ -218,8 +211,22 @@ def _updated_dtype(saved: Manifest, key: str) -> torch.dtype | None:
     return None if stored is None else stored.torch_dtype
 
 
-def _dtype_now(param: torch.Tensor) -> torch.dtype:
-    return param.flat.dtypes.master if isinstance(param, Sharded) else param.dtype
+def _dtype_now(
+    saved: torch.dtype, optimizer: Optimizer, param: torch.Tensor, *, of_master: bool
+) -> torch.dtype:
+    """The dtype that a state is to have which was saved in another, or the same.
+
+    What is in the dtype of what is updated follows that, as torch has it: it is another where a
+    bf16 parameter is ignored now, and was not then, or the other way. Another library's may be fp32
+    for every parameter, and is not to be rounded; in a wider dtype it has the same value, and goes
+    on in the precision of the master.
+
+    Args:
+        of_master: whether it was saved in the dtype of what was updated then.
+    """
+    updated = param.flat.dtypes.master if isinstance(param, Sharded) else param.dtype
+    exact = torch.promote_types(saved, updated) == updated
+    return updated if of_master and (exact or _is_known(optimizer)) else saved
 
 
 def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
