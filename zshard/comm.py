@@ -81,17 +81,22 @@ class Comm:
         # reduce: a unit's reduction runs while the next unit's backward computes.
         self.reduce_lane = Lane(device)
         asked, failure = asked_for(transport, failure)
-        there, behind = neighbours_of(self.shards), neighbours_of(self.replicas)
-        tokens = there.token if there else "", behind.token if behind else ""
-        mine = Offer(asked, Refusal.of(failure), *tokens, (self.replicas.size, self.size))
+        shards_there, replicas_there = neighbours_of(self.shards), neighbours_of(self.replicas)
+        mine = Offer(
+            asked,
+            Refusal.of(failure),
+            shards_there.token if shards_there else "",
+            replicas_there.token if replicas_there else "",
+            (self.replicas.size, self.size),
+        )
         told = self.all_gather_object(mine, Tag(None, "wrap", about="arguments"))
         offers = cast("list[Offer]", told)
         agree_on_transport(offers, global_ranks, failure)
         first = self.replicas.rank * self.size  # of this replica's
-        if share_memory(offer.token for offer in offers[first : first + self.size]):
-            self.shards.neighbours = there
-        if share_memory(offer.behind for offer in offers[self.rank :: self.size]):
-            self.replicas.neighbours = behind
+        if share_memory(offer.shards_token for offer in offers[first : first + self.size]):
+            self.shards.neighbours = shards_there
+        if share_memory(offer.replicas_token for offer in offers[self.rank :: self.size]):
+            self.replicas.neighbours = replicas_there
         self.may_fall_back = asked == "auto"  # where there is too little memory to share
         self._in_group = self.shards
         with self.named_errors("all_gather_object", Tag(None, "wrap", about="hosts")):

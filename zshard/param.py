@@ -102,7 +102,7 @@ class Sharded(torch.Tensor):
         if self._of_model:
             self.flat.grads.set(self.segment, value)
         elif value is not None:
-            _refuse_grad(self)
+            _refuse_grad_of_copy(self)
 
     @property
     def data(self) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Sharded(torch.Tensor):
         if self._of_model:
             self._forbid_gradients()
         elif changes and requires_grad:
-            super().register_post_accumulate_grad_hook(_refuse_grad)  # type: ignore[no-untyped-call]
+            super().register_post_accumulate_grad_hook(_refuse_grad_of_copy)  # type: ignore[no-untyped-call]
         return self
 
     def detach_(self) -> torch.Tensor:
@@ -154,7 +154,7 @@ class Sharded(torch.Tensor):
     def _forbid_gradients(self) -> None:
         """Have a gradient that autograd brings here be an error: nobody would look at it."""
         if self.requires_grad and not self._backward_hooks:
-            super().register_hook(partial(_refuse_gradient, ref(self.flat), self.segment))  # type: ignore[no-untyped-call]
+            super().register_hook(partial(_refuse_outside_graph, ref(self.flat), self.segment))  # type: ignore[no-untyped-call]
 
     def register_hook(self, hook: GradHook) -> RemovableHandle:
         """As torch's: ``hook`` gets this rank's whole gradient, before it is reduced."""
@@ -275,7 +275,7 @@ class Sharded(torch.Tensor):
         return run(func, args, kwargs or {})
 
 
-def _refuse_gradient(flat: ref[Flat], segment: int, grad: torch.Tensor) -> NoReturn:
+def _refuse_outside_graph(flat: ref[Flat], segment: int, grad: torch.Tensor) -> NoReturn:
     raise StateError(
         f"{of.names[segment] if (of := flat()) else 'a parameter'}: a graph outside of a forward "
         "has used the sharded parameter, whose gradient would be lost. Use it in a forward, or in "
@@ -283,7 +283,7 @@ def _refuse_gradient(flat: ref[Flat], segment: int, grad: torch.Tensor) -> NoRet
     )
 
 
-def _refuse_grad(of: Sharded) -> NoReturn:
+def _refuse_grad_of_copy(of: Sharded) -> NoReturn:
     raise StateError(
         f"{of.fqn}: only the parameter itself has a gradient; this is a tensor made from it "
         "(.data, detach()). Assign .grad to the parameter, or take gradients by torch.autograd.grad"

@@ -81,7 +81,7 @@ def targets_in(folder: str) -> list[str]:
     # deleted.
     names = {n for n in files.names_in(folder) if not files.is_link(os.path.join(folder, n))}
     names |= {home for name in names if (home := _home(name))}
-    return [os.path.join(folder, name) for name in sorted(names) if not _passing(name)]
+    return [os.path.join(folder, name) for name in sorted(names) if not _is_temporary(name)]
 
 
 def checkpoints_in(folder: str) -> list[tuple[int, str]]:
@@ -163,7 +163,7 @@ def check_target(target: str, *, exported: bool) -> None:
     Raises:
         CheckpointError: if it would.
     """
-    if _passing(os.path.basename(target)):
+    if _is_temporary(os.path.basename(target)):
         raise CheckpointError(
             f"{target}: a later save would take this for what a killed one has left, by its name; "
             "name another folder"
@@ -234,7 +234,7 @@ def _home(name: str) -> str | None:
     return name[1 : -len(_REPLACED)] if is_replaced else None
 
 
-def _passing(name: str) -> bool:
+def _is_temporary(name: str) -> bool:
     """Whether it is one of the names that saves give to what does not stay."""
     return bool(_LEFTOVER.fullmatch(name) or _home(name))
 
@@ -256,7 +256,7 @@ def commit(written: str, target: str) -> None:
         if displaced:
             files.rename(displaced, target)
         raise
-    with _is_saved(target):
+    with _removal_errors(target):
         if files.exists(replaced(target)):
             files.remove(replaced(target))
 
@@ -268,7 +268,7 @@ def prune(target: str, mine: Manifest, keep: int) -> None:
     one at ``target``.
     """
     folder = os.path.dirname(target)
-    with _is_saved(target):
+    with _removal_errors(target):
         others = [each for each in checkpoints_in(folder) if each[1] != target]
         whole = [(*each, id) for each in others if (id := whole_id(each[1]))]
         order = sorted([*whole, (mine.sequence, target, mine.id)], reverse=True)
@@ -306,8 +306,8 @@ def _taken_away(path: str, id: str, name: str) -> str | None:
 
 
 @contextmanager
-def _is_saved(target: str) -> Iterator[None]:
-    """Turn an error into one that says it is only about what is to be removed."""
+def _removal_errors(target: str) -> Iterator[None]:
+    """Have an error say that ``target`` is saved, and only a checkpoint before it stays."""
     try:
         yield
     except CheckpointError as error:

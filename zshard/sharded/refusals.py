@@ -131,21 +131,20 @@ def _remedy(param: Sharded) -> str:
         )
     if _in_step():
         return WHOLE_TENSORS
-    label = param.flat.unit.label
-    user = _called_past(param.flat.unit)
-    state = param.flat.schedule.executor.state
-    unit = f"is used outside the module of its unit {label!r}"
+    unit, state = param.flat.unit, param.flat.schedule.executor.state
+    label, user = unit.label, _called_past(unit)
+    outside = f"is used outside the module of its unit {label!r}"
     names = param.flat.all_names[param.segment]
     if user and not all(name.startswith(f"{user}.") for name in names):
-        unit += (
+        outside += (
             f", which has all of its names ({', '.join(names)}): call {user!r} in "
-            f"{_a_forward_of(param.flat.unit)}, or in a method that zshard.method(model, name) has "
+            f"{_a_forward_of(unit)}, or in a method that zshard.method(model, name) has "
             "gather"
         )
         if state is TrainingState.IDLE:
-            return f"It {unit}."
+            return f"It {outside}."
     else:
-        unit += (
+        outside += (
             f": make {repr(user) if user else 'the module that uses it'} a unit "
             "(zshard.wrap(units=...))"
         )
@@ -154,11 +153,11 @@ def _remedy(param: Sharded) -> str:
             "In a backward the modules hold shards again once their unit has all its gradients: an "
             "autograd.Function that needs weights there takes them as inputs of apply(), and "
             f"saves them (ctx.save_for_backward). {_LOOKS_AT} In a forward that is recomputed "
-            f"there, it {unit}."
+            f"there, it {outside}."
         )
     if state is not TrainingState.IDLE:
         return (
-            f"It {unit}. Or else {label!r} was called past its forward: module(...), not "
+            f"It {outside}. Or else {label!r} was called past its forward: module(...), not "
             "module.forward(...), gathers. Its other methods work where it is no unit (units=). "
             f"{_LOOKS_AT}"
         )
@@ -175,7 +174,7 @@ def _remedy(param: Sharded) -> str:
         "A penalty on weights, for a loss, is computed in a forward: what full_param reads has no "
         "graph. In a forward, that was called past the module (model(...), not model.forward(...), "
         "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
-        f"parameter {unit}."
+        f"parameter {outside}."
     )
 
 

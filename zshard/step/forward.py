@@ -335,14 +335,14 @@ class _UnitRef(NamedTuple):
     hooks: weakref.ref[ForwardHooks]
     number: int  # in the unit map
     label: str
-    whole_stays: bool  # the whole parameters, from step to step
+    resident: bool  # see ``Strategy``
 
 
 def _reached(ref: _UnitRef, index: int, forward: Forward, grad: torch.Tensor) -> None:
     """``grad`` has reached output ``index`` of a unit, of ``forward``."""
     if (hooks := ref.hooks()) is not None:
         hooks._backward.reached(hooks._units[ref.number], index, forward)
-    elif not ref.whole_stays:
+    elif not ref.resident:
         raise StateError(
             f"another backward has come to unit {ref.label!r} of a model that was deleted, with "
             "its parameters. Keep the model until the last backward through it has ended."

@@ -53,7 +53,10 @@ def asked_for(
 
 
 def neighbours_of(ranks: Ranks) -> Neighbours | None:
-    """The ranks where they share memory already. To be kept: the last model may go meanwhile."""
+    """Where ``ranks`` share memory already, if they do.
+
+    For the caller to hold: the last model that shares it may be deleted meanwhile.
+    """
     there = None if ranks.group is None else per_group(ranks.group).neighbours
     return there if there and not there.failed else None
 
@@ -64,15 +67,15 @@ class Offer(NamedTuple):
     Attributes:
         transport: what it asks for.
         refusal: what it has found wrong.
-        token: of the ranks that it shares memory with already; "" if there are none.
-        behind: likewise, of its replicas: other models may be sharded over these.
+        shards_token: of the ranks that it shares memory with already; "" if there are none.
+        replicas_token: likewise, of its replicas: other models may be sharded over these.
         mesh: how many replicas and shards there are.
     """
 
     transport: Transport
     refusal: Refusal | None
-    token: str
-    behind: str
+    shards_token: str
+    replicas_token: str
     mesh: tuple[int, int]
 
 
