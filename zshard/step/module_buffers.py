@@ -71,22 +71,7 @@ class ModuleBuffers:
         modules = self._with_buffers(within)
         # By name, as ranks may have registered them in different orders.
         named = sorted(persistent_buffers(modules), key=lambda item: item[0])
-        own = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]
-        digests = self._comm.all_gather_words([zlib.crc32("\n".join(own).encode())], tag)
-        if digests.count(digests[0]) < len(digests):
-            everyone = self._comm.all_gather_object(own, tag)
-            facts: list[set[str]] = [set(each) for each in everyone]  # type: ignore[call-overload]
-            differing = sorted(set[str]().union(*facts) - facts[0].intersection(*facts))
-            places = [[at for at, its in enumerate(facts) if each in its] for each in differing]
-            found = [
-                f"{each} on {self._comm.names(at)}"
-                for each, at in zip(differing, places, strict=True)
-            ]
-            raise MismatchError(
-                f"persistent buffers differ between ranks: {', '.join(found[:4])}. They are "
-                "part of the model's state and the same on every rank; register what depends on a "
-                "rank's batch with persistent=False."
-            )
+        self._require_alike([f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named], tag)
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for _, buffer in named:
             if buffer.numel() > 0:
@@ -102,6 +87,28 @@ class ModuleBuffers:
                 begin = end
         self._trained.difference_update(module for _, module in modules if not _trains(module))
         self._seen.update((module, _states(module)) for _, module in modules)
+
+    def _require_alike(self, own: list[str], tag: Tag) -> None:
+        """Make sure that all ranks have buffers of which they say the same.
+
+        Args:
+            own: this rank's, a name with shape and dtype each.
+        """
+        digests = self._comm.all_gather_words([zlib.crc32("\n".join(own).encode())], tag)
+        if digests.count(digests[0]) == len(digests):
+            return
+        everyone = self._comm.all_gather_object(own, tag)
+        facts: list[set[str]] = [set(each) for each in everyone]  # type: ignore[call-overload]
+        differing = sorted(set[str]().union(*facts) - facts[0].intersection(*facts))
+        found = [
+            f"{each} on {self._comm.names(at for at, its in enumerate(facts) if each in its)}"
+            for each in differing[:4]
+        ]
+        raise MismatchError(
+            f"persistent buffers differ between ranks: {', '.join(found)}. They are part of the "
+            "model's state and the same on every rank; register what depends on a rank's batch "
+            "with persistent=False."
+        )
 
     def _with_buffers(self, within: str) -> list[tuple[str, nn.Module]]:
         """Those that have any, or had: a rank may have lost its own."""
