@@ -67,7 +67,8 @@ def clip_grad_norm_(
         schedule = schedule_of(model_or_params, ", or the part's parameters()")
         params = schedule.parameters()
     elif listed := _listed(model_or_params):
-        schedule, params = _of_one_model(listed)
+        params = _of_one_model(listed)
+        schedule = params[0].flat.schedule
     else:
         return torch.tensor(0.0)
     wide = any(param.flat.dtypes.param == torch.float64 for param in params)
@@ -162,17 +163,16 @@ def _listed(params: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]
     return [*params]
 
 
-def _of_one_model(given: list[torch.Tensor]) -> tuple[Schedule, list[Sharded]]:
+def _of_one_model(given: list[torch.Tensor]) -> list[Sharded]:
     params = [param for param in given if isinstance(param, Sharded) and param._of_model]
     if len(params) != len(given):
         raise InputError(
             f"{len(given) - len(params)} of {len(given)} parameters are not of a wrapped model; "
             "clip those with torch.nn.utils.clip_grad_norm_"
         )
-    schedules = {id(param.flat.schedule): param.flat.schedule for param in params}
-    if len(schedules) > 1:
+    if len({param.flat.schedule for param in params}) > 1:
         raise InputError("the parameters belong to several wrapped models; clip each on its own")
-    return next(iter(schedules.values())), params
+    return params
 
 
 def _which(params: list[Sharded]) -> str:
@@ -182,7 +182,7 @@ def _which(params: list[Sharded]) -> str:
 
 def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
     """The p-norm of the parameters' gradients over all ranks, 0-d fp64."""
-    scale = schedule.reducer.grad_scale
+    maximum, scale = math.isinf(p), schedule.reducer.grad_scale
     pending = 1.0 if scale is None else scale.double()
     powers = []
     for param in params:
@@ -198,20 +198,20 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
                 powers.append(stats[0] * pending**2)
             else:
                 grad = grad.double().abs() * pending
-                powers.append(grad.max() if math.isinf(p) else grad.pow(p).sum())
+                powers.append(grad.max() if maximum else grad.pow(p).sum())
     total = torch.zeros(1, dtype=torch.float64, device=schedule.device)
     if powers:
         stacked = torch.stack(powers).double()
-        total[0] = stacked.max() if math.isinf(p) else stacked.sum()
+        total[0] = stacked.max() if maximum else stacked.sum()
     if schedule.comm.size > 1:
         call = f"the {p}-norm of gradients"
         with schedule.comm.awaited(call):
             schedule.begin_call(call)
             tag = Tag(schedule.executor.step, "reduce", "root", "norm")
             over, nan = schedule.comm.shards, total.isnan()
-            if math.isinf(p):  # of which a backend's maximum may keep a NaN or not
+            if maximum:  # of which a backend's maximum may keep a NaN or not
                 total = torch.cat([total.masked_fill(nan, 0.0), nan.double()])
-            schedule.comm.all_reduce(total, tag, over, maximum=math.isinf(p)).wait()
-        if math.isinf(p):
+            schedule.comm.all_reduce(total, tag, over, maximum=maximum).wait()
+        if maximum:
             total = total[:1].masked_fill(total[1:] > 0, math.nan)
-    return (total if math.isinf(p) else total.pow(1.0 / p))[0]
+    return (total if maximum else total.pow(1.0 / p))[0]
