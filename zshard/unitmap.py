@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -222,7 +222,7 @@ def _without_empty(specs: list[UnitSpec], but: Container[int]) -> list[UnitSpec]
             above = specs[above].parent
         return None if above is None else index[above]
 
-    return [UnitSpec(specs[i].name, specs[i].module, parent(i), specs[i].params) for i in kept]
+    return [replace(specs[i], parent=parent(i)) for i in kept]
 
 
 def check_kinds(specs: Sequence[UnitSpec]) -> None:

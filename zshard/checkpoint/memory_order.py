@@ -44,7 +44,7 @@ def _c_strides(shape: tuple[int, ...]) -> list[int]:
     return strides
 
 
-def in_file_order(order: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def in_file_order(shape: tuple[int, ...], order: tuple[int, ...]) -> bool:
     """Whether memory order is that of the file; dimensions of size 1 decide nothing."""
     wide = [dim for dim in order if shape[dim] != 1]
     return wide == sorted(wide)

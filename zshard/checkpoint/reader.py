@@ -83,11 +83,11 @@ class _Reader:
     def __init__(self, file: File, stored: Stored, seed: int | None) -> None:
         self._file, self._stored, self._seed = file, stored, seed
         self._dtype, self._itemsize = stored.torch_dtype, stored.torch_dtype.itemsize
-        self._straight = in_file_order(stored.order, stored.shape)
+        self._straight = in_file_order(stored.shape, stored.order)
 
     def fill(self, held: Sink) -> None:
         """Read the range that ``held`` has here."""
-        aligned = in_file_order(held.order, held.shape) and self._straight
+        aligned = in_file_order(held.shape, held.order) and self._straight
         aligned = aligned or held.order == self._stored.order
         memory = held.memory() if aligned and held.dtype == self._dtype else None
         for chunk in self._stored.chunks():

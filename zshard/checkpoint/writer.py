@@ -227,7 +227,7 @@ class Writer:
 
     def _write_tensor(self, file: File, task: Task) -> Iterator[Chunk]:
         held, itemsize = task.held, task.held.dtype.itemsize
-        straight = in_file_order(held.order, held.shape)
+        straight = in_file_order(held.shape, held.order)
         for begin in range(*held.mine, CHUNK_BYTES // itemsize):
             end = min(begin + CHUNK_BYTES // itemsize, held.mine.end)
             with torch.no_grad():

@@ -103,14 +103,14 @@ class Neighbours(Standing):
         with self:
             deadline = time.monotonic() + self._seconds
             while (late := wait(_SLICE_SECONDS)) >= 0:
-                problem = self._problem(late, time.monotonic() >= deadline)
+                problem = self._problem(late, out_of_time=time.monotonic() >= deadline)
                 # It may have come, and gone, since it was late: who is stopped looks later.
                 if problem and wait(0.0) == late:
                     # So that one who waits for this rank learns which one this rank waits for.
                     self.give_up(problem)
                     raise Missed(problem)
 
-    def _problem(self, late: int, out_of_time: bool) -> str:
+    def _problem(self, late: int, *, out_of_time: bool = False) -> str:
         """Why it makes no sense to wait for rank ``late`` any longer; "" if it does."""
         noted = self._noted(late)
         name = self._processes.name(late)
@@ -128,7 +128,7 @@ class Neighbours(Standing):
     def ended(self) -> str:
         """Which ranks have ended, and what they were at, for an error that names none; or ""."""
         found = self._processes.ended(after_error=True)
-        return "".join(f" {self._problem(rank, False)}." for rank in found)
+        return "".join(f" {self._problem(rank)}." for rank in found)
 
     # --- what is small ---------------------------------------------------------------------------
 
