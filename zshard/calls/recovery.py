@@ -16,13 +16,12 @@ from typing import cast
 from ..errors import CommError
 from ..schedule import Schedule, live
 from ..step.debts import forgive
-from ..step.updates import Tally
+from ..step.updates import Tallies
 from ..tag import Tag
 from ..transports.neighbours import Neighbours
 from ..transports.peer import PeerRanks
 
-# Of a model: ``Updates.tallies``, ``Schedule.unusable``.
-_Facts = tuple[tuple[int, Tally, Tally], str]
+_Facts = tuple[Tallies, str]  # of a model; with its ``Schedule.unusable``
 
 
 def given_up_in(schedule: Schedule) -> Neighbours | None:

@@ -50,6 +50,17 @@ class Tally(NamedTuple):
 NOTHING = Tally(0, 0)
 
 
+class Tallies(NamedTuple):
+    """What a rank has changed, where some ranks have come to the last ``check`` and some not.
+
+    Without what changed gradients alone, which are gone.
+    """
+
+    checks: int  # that it has come to
+    last: Tally  # since the last of them
+    both: Tally  # since the one before that
+
+
 @dataclass
 class Change:
     """A change of masters under way; ``begun``: some may have new values."""
@@ -161,27 +172,22 @@ class Updates:
             self._noted.pop(what, None)
         self._noted_of_gradients.clear()
 
-    def tallies(self) -> tuple[int, Tally, Tally]:
-        """How often ``check`` was called; what came since the last time, and the one before.
+    def tallies(self) -> Tallies:
+        """What was changed since the last two checks."""
+        now, thens = self._now(), (self._agreed, self._before)
+        last, both = (now.since(then)._replace(of_gradients=0) for then in thens)
+        return Tallies(self._checks, last, both)
 
-        Without what changed gradients alone, which are gone.
-        """
-        now = self._now()
-        last, both = (
-            now.since(then)._replace(of_gradients=0) for then in (self._agreed, self._before)
-        )
-        return self._checks, last, both
-
-    def catch_up(self, everyone: Sequence[tuple[int, Tally, Tally]]) -> None:
+    def catch_up(self, everyone: Sequence[Tallies]) -> None:
         """As ``check``, where ranks may have come to the last one or not: from the one before.
 
         Args:
             everyone: the ranks' ``tallies``.
         """
-        first = min(checks for checks, _, _ in everyone)
+        first = min(each.checks for each in everyone)
         self._checks = first
         self._noted.clear()  # the ranks' are of different times
-        self.check([last if checks == first else both for checks, last, both in everyone])
+        self.check([each.last if each.checks == first else each.both for each in everyone])
 
     def check(self, everyone: Sequence[Tally]) -> None:
         """Compare the ranks' tallies, and begin anew. All ranks come here.
