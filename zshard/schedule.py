@@ -253,8 +253,9 @@ class Schedule:
         if self.backward.raised or self.forward.alone.leave_unseen():
             self.reset()
         self.require_idle(what)
-        for unit in self.units if in_modules else ():
-            unit.require_parameters()
+        if in_modules:
+            for unit in self.units:
+                unit.require_parameters()
         tally, ask = self.updates.tally(), buffers and self.module_buffers.ask("")
         messages = self.agreement.begin(
             Intent.CALL, what, what, gathers=False, tally=tally, buffers=ask

@@ -303,7 +303,9 @@ def _before_load_state_dict(
             "parameters; without it, or inside zshard.full_params(model, write=True), the shards "
             "take their values"
         )
-    for flat in schedule.flats if not schedule.whole else ():
+    if schedule.whole:
+        return
+    for flat in schedule.flats:
         if any(prefix + name in state_dict for names in flat.all_names for name in names):
             flat.before_write()  # here: of an error in a copy_ torch makes a RuntimeError
 

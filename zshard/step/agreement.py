@@ -40,8 +40,8 @@ class Agreement:
         drop_backward: Callable[[Ending], None],
     ) -> None:
         self._units, self._comm = tuple(units), comm
-        self._executor, self._prefetch = executor, prefetch
-        self.prefetched, self._drop_backward = Prefetched(executor, prefetch), drop_backward
+        self._executor, self._prefetch, self._drop_backward = executor, prefetch, drop_backward
+        self.prefetched = Prefetched(executor, prefetch)
         self.before_meeting: Callable[[], None] = lambda: None  # set by the backward
         self._names = ""  # of all that is trained, once a backward has asked
         self._programs, self._pass = Programs(), Pass()

@@ -62,11 +62,13 @@ class Backward:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._units, self._root = schedule, schedule.units, schedule.root
         self._executor, self._agreement = schedule.executor, schedule.agreement
-        self._reducer, self._trained_changed = schedule.reducer, False
+        self._reducer = schedule.reducer
+        self._trained_changed = False  # whether parameters were (un)frozen since the last backward
         # One rank has nobody to meet, and other threads may train other models.
         self._begun = WeakKeyDictionary[Backward, None]() if self._executor.alone else _BEGUN
         self.current: Unit | None = None
-        self.sync = self._reduces = True  # the latter: what it was as the last backward began
+        self.sync = True
+        self._reduces = True  # whether the last backward does: ``sync`` as it began
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: ref[partial[None]] | None = None
         self.forwards, self.recomputation = ForwardLog(), Recomputation()

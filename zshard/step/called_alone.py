@@ -31,7 +31,8 @@ class CalledAlone:
     """The units of one model that are being called alone."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._under_way = schedule, dict[Unit, _Call]()
+        self._schedule = schedule
+        self._under_way: dict[Unit, _Call] = {}
 
     def would_be(self, unit: Unit) -> bool:
         """Whether a call of ``unit``'s module is outside of any other's forward."""

@@ -101,8 +101,9 @@ class Executor:
 
         To be called behind gathers in the middle of a pass; behind others the ranks meet.
         """
-        for flat in unit.flats if unit.strategy.resident else ():
-            unit.before_send_written(flat)
+        if unit.strategy.resident:
+            for flat in unit.flats:
+                unit.before_send_written(flat)
 
     def wait(self, unit: Unit) -> None:
         """Wait for the gather under way, if there is one."""
@@ -148,8 +149,9 @@ class Executor:
         if any([flat.full.note_writes() for flat in unit.flats]):
             self.reshard(unit)
         self.release(unit)
-        for flat in unit.flats if unit.state is State.SHARDED else ():
-            flat.full.forget_writes()
+        if unit.state is State.SHARDED:
+            for flat in unit.flats:
+                flat.full.forget_writes()
 
     def reshard(self, unit: Unit) -> None:
         """Free the whole parameters, if they are there."""

@@ -48,7 +48,8 @@ class ForwardHooks:
         self._schedule = schedule
         self._units, self._root = schedule.units, schedule.root
         self._executor, self._agreement = schedule.executor, schedule.agreement
-        self._backward, self.alone = schedule.backward, CalledAlone(schedule)
+        self._backward = schedule.backward
+        self.alone = CalledAlone(schedule)
         self.order: list[Unit] = []
         self._kept: Unit | None = None  # that may turn out to be the last of forward
         self._call_themselves: set[Unit] = set()  # whose forwards were seen to do so
