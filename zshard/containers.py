@@ -46,8 +46,8 @@ def cast_floating(value: object, dtype: torch.dtype) -> object:
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """The tensors in ``value``: in containers, dataclasses, and attributes of objects.
 
-    Those nearest to it come first, as it may lead to anything, a vocabulary say: after ``_MOST``
-    other things it is enough, and after ``_MOST_PLAIN`` that cannot lead on.
+    Breadth first, and no further than ``_MOST`` objects, or ``_MOST_PLAIN`` numbers and texts: an
+    object may lead to anything, a vocabulary say.
     """
     if isinstance(value, torch.Tensor):
         yield value

@@ -63,8 +63,8 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 def _are_stages(siblings: Sequence[nn.Module]) -> bool:
     """Whether blocks of one class are stages of a net, each of little else than blocks in lists.
 
-    Such stages repeat blocks, and have no width in common. Layers of experts have, however wide
-    these are inside, and experts, of which one or another may be called, are no units.
+    Such stages repeat blocks, and have no width in common. Layers of experts do have one, however
+    wide the experts are; and experts, of which only some are called, make no units.
     """
     params = [param for sibling in siblings for param in sibling.parameters()]
     if any(is_lazy(param) for param in params):

@@ -21,7 +21,7 @@ _NOTHING = nullcontext()
 
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream that ``device``, a GPU, is given work on."""
-    # Its number, as torch compares a device with the accelerator's each time.
+    # By its number: torch would compare a device with the accelerator's each time.
     return torch.accelerator.current_stream(device.index)
 
 

@@ -143,7 +143,7 @@ class HeldWhole(Held):
         super().__init__(tensor.shape, tensor.dtype, order, here, here if saves else Range(0, 0))
         self._tensor = tensor.detach()
         # Memory in another order is read and written by index, so that none of it is copied whole.
-        # So is what it stands for in the place of memory's own numbers (torch's lazy conj()).
+        # So is memory whose numbers are not yet the tensor's (torch's lazy conj()).
         as_is = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         self._flat = self._tensor.view(-1) if as_is else None
         overlap = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -86,7 +86,7 @@ class SaveHandle:
 
     def failure(self) -> BaseException | None:
         """What it failed with, None if it did not; waits for its end."""
-        self.done()  # its error, where it will never be
+        self.done()  # raises in a forked process, where the future would never end
         return self._future.exception()
 
 

@@ -34,7 +34,10 @@ def sharded_like(
 
 
 def as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value``, or what a state's memory is to others: sharded, or whole, like ``param``."""
+    """A state of ``param`` as others see it: this rank's slice, 1-D, as a tensor like ``param``.
+
+    Any other ``value`` is one already.
+    """
     if isinstance(value, Sharded) or value.ndim != 1:
         return value
     if not isinstance(param, Sharded):  # the whole state, in the parameter's memory order

@@ -142,7 +142,7 @@ class Executor:
             self.release(unit)
 
     def drop(self, unit: Unit) -> None:
-        """End a unit's use after an exception, which may have been for a write to it.
+        """End a unit's use after an exception, of which a write to it may be the cause.
 
         Also where the strategy keeps whole parameters, the next use begins with the master's.
         """

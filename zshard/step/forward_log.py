@@ -63,7 +63,7 @@ class ForwardLog:
         """
         if self._backwards > 0:
             self._noted, self._backwards = [], 0
-        # The last: where the forward itself has enabled gradients.
+        # Or if the forward has enabled gradients for itself: its outputs have hooks then.
         if torch.is_grad_enabled() or inside_backward() or self.current.holds is not None:
             # Without those that nobody can go through any more.
             self._noted = [each for each in self._noted if each.forward() is not None]

@@ -121,7 +121,8 @@ class Meetings:
 
     Attributes:
         left: whether this rank has left a forward by an exception, and begun nothing since.
-        others_may_be_inside: a pass that this rank has ended, where they may need more of it.
+        others_may_be_inside: whether other ranks may be in a pass that this one has ended, and
+            need more of it.
     """
 
     def __init__(self, mesh: str = "") -> None:

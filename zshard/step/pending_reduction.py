@@ -77,10 +77,10 @@ class ReduceBuffers(NamedTuple):
         return cls(packed, tuple(stages), last, *scales, apart=layout.numel == 0)
 
     def landing_in(self, shard: torch.Tensor) -> ReduceBuffers:
-        """As this one, but the sum, where there is nothing to be done for it, arrives in ``shard``.
+        """As this one, but a single row that is the sum already arrives in ``shard`` itself.
 
-        That is one row, packed by a single rank or summed by NCCL, of which the last pass then
-        only reads what it measures. ``shard`` (S,), reduce dtype, must hold nothing to be kept.
+        Such a row was packed by a single rank or summed by NCCL; the last pass then reads it, to
+        measure it, and writes nothing. ``shard`` (S,), reduce dtype, must hold nothing to be kept.
         """
         if len(self.stages) > 1 or isinstance(self.last, list) or len(self.last) != 1:
             return self

@@ -81,10 +81,11 @@ class Pass:
     Attributes:
         key: what kind of pass it is.
         program: what it follows; None where it goes from meeting to meeting.
-        trained: units that it reduces; those that were not before its end, there in this order.
+        trained: units that it reduces: at its end, in this order, those that were not before.
         reduces: whether it is a backward that reduces them, and has not ended.
         makes_gradients: whether this rank has got any in it.
-        follows: whether it began with a program; one that reduces: with reductions, and not left.
+        follows: whether it began with a program; where it reduces, with one that has reductions,
+            and that it has not left.
         to_be_learned: whether ranks have needed what is in no program, so there is a new one.
         meets_at_end: whether a meeting ends it.
         needed: what this rank has needed, in its order.

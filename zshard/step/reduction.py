@@ -53,7 +53,7 @@ class Reducer:
         # Views of the pool's memory and of the gradients', either of which changes only where
         # ``find_trained`` empties these.
         self._buffers: dict[Flat, ReduceBuffers] = {}
-        self._landing: dict[Flat, ReduceBuffers] = {}  # those in shards, while these stay
+        self._landing: dict[Flat, ReduceBuffers] = {}  # see ``landing_in``
         # Of every flat buffer, whether trained or not: the sum of squares, the non-finite flag.
         self._stats = torch.zeros(len(self._flats), 2, dtype=torch.float64, device=device)
         self._stats_of = dict(zip(self._flats, self._stats.unbind(), strict=True))
@@ -61,11 +61,11 @@ class Reducer:
         self._ending = Ending.WELL  # of the last backward
         self._outcome: OutcomeSum | None = None  # until ``read_outcome`` has taken it in
         self._sum_of_squares: torch.Tensor | None = None  # (1,) float64, of all gradients
-        self._factors: list[torch.Tensor] = []  # which it has not been multiplied by; (1,)
+        self._factors: list[torch.Tensor] = []  # of the gradients, which that sum lacks; (1,)
         self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
         self.grad_scale: torch.Tensor | None = None  # (1,) fp32 or fp64, still to be applied
         self.unscales = False  # whether grad_scale takes a loss scale away
-        self._zeroed: dict[Flat, set[int]] = defaultdict(set)  # that have not been multiplied by it
+        self._zeroed: dict[Flat, set[int]] = defaultdict(set)  # gradients zeroed without it
         self.find_trained()
 
     def find_trained(self) -> None:

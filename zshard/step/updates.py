@@ -125,8 +125,8 @@ class Updates:
     def note_value(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """Note that parameter ``index`` of ``flat`` got its part of ``whole``.
 
-        It replaces what a forward has written there, which nobody could use. What was loaded before
-        counts on: an average may have taken it in.
+        What was noted of a forward's write there is taken back, as nobody could use that. Values
+        that were loaded before still count: an average may have taken them in.
         """
         if self._comm.world_size > 1:
             what, seen = _value(flat, index, whole)

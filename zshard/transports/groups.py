@@ -307,7 +307,7 @@ def gather_objects(
 
 
 def _host() -> str:
-    """What the ranks have in common that reach each other without a wire."""
+    """The same text on all ranks that reach each other without a wire, and only there."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"

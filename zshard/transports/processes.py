@@ -61,7 +61,7 @@ class Processes:
         for life in lives:
             self._poll.register(life.fd, select.POLLIN)
         self._gone: set[int] = set()  # as of the last look
-        self._looks = 0  # of one wait, at most, after it has found that a rank has ended
+        self._looks = 0  # the most that one wait has had since it found that a rank has ended
         # At exit the system does it: others' functions may still communicate then.
         weakref.finalize(self, close_all, [life.fd for life in lives]).atexit = False
 

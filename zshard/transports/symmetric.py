@@ -28,7 +28,7 @@ from .messages import Work
 from .per_group import per_group
 from .symmetric_memory import Allocator, SymmetricArena, TorchAllocator
 
-# Channels of barriers. What is mailed is gathered on any lane, so beside what others lend.
+# Channels of barriers. What is mailed is gathered on any lane, so it has one of its own.
 _GATHERS, _REDUCTIONS, _MAIL = 0, 1, 2
 
 

@@ -189,9 +189,9 @@ class Flat(FlatSizes):
                 alias._local = alias.local.clone()
 
     def refresh_send(self) -> None:
-        """Update what is sent, if the master is newer, or a forward has written there.
+        """Update what is sent, if the master is newer, or a forward has written to what is sent.
 
-        That will be refused, but the other ranks' gather may come before.
+        Such a write is refused in the end, but the other ranks' gather may come before.
         """
         if self.resident is not None and self.full.written and self.master.has_copy:
             self.master.stale = True

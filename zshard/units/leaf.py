@@ -58,7 +58,7 @@ class LiveLeaf(Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> LiveLeaf:
-        """Refuse a change, of which ``set_trained`` is what makes one."""
+        """Refuse a change; between steps ``set_trained`` makes it."""
         if requires_grad != is_trained(self):
             raise StateError(
                 "requires_grad of a parameter cannot change inside the forward or backward that "
