@@ -48,8 +48,7 @@ class ForwardHooks:
         self._schedule = schedule
         self._units, self._root = schedule.units, schedule.root
         self._executor, self._agreement = schedule.executor, schedule.agreement
-        self._backward = schedule.backward
-        self.alone = CalledAlone(schedule)
+        self._backward, self.alone = schedule.backward, CalledAlone(schedule)
         self.order: list[Unit] = []
         self._kept: Unit | None = None  # that may turn out to be the last of forward
         self._call_themselves: set[Unit] = set()  # whose forwards were seen to do so
@@ -112,8 +111,7 @@ class ForwardHooks:
         self._executor.enter("forward", self._root)
         self._agreement.look_ahead()
         if schedule.precision.cast_inputs and schedule.precision.compute is not None:
-            cast = cast_floating((args, kwargs), schedule.precision.compute)
-            return cast  # type: ignore[return-value]
+            return cast_floating((args, kwargs), schedule.precision.compute)  # type: ignore[return-value]
         return None
 
     def _begin(self) -> None:
@@ -250,33 +248,20 @@ class ForwardHooks:
     def _post_forward(
         self, unit: Unit, module: nn.Module, args: object, kwargs: object, output: object
     ) -> object:
-        inputs = args, kwargs
         if self._schedule.bypassed():
             return None
         if unit in self._call_themselves and calls_under_way(module) > 1:
             return None
         self._backward.recomputation.leave(unit)
         if unit.forward_io.raised:
-            if self._executor.state is TrainingState.BACKWARD:
-                if isinstance(sys.exc_info()[1], _StopRecomputationError):
-                    self._backward.recomputed(unit)
-            else:
-                # The model may catch the exception, and go on with what that or a hook has kept.
-                self._executor.leave(unit)
-                error = sys.exc_info()[1]
-                carried = (error, getattr(error, "args", ()))
-                # Where a weight is in it, this raises: torch makes that a warning, and all stays.
-                unit.hand_out((inputs, carried), None)
-                self._watch(unit, (output, carried))
-                self._release(unit, keep=self._executor.state is TrainingState.FORWARD)
-                self.alone.leave(unit)
+            self._end_raised(unit, (args, kwargs), output)
             return None
         if unit.state is not State.GATHERED:
             self.alone.end(unit)
             return None
         self._executor.leave(unit)
         try:
-            output = unit.hand_out(inputs, output)
+            output = unit.hand_out((args, kwargs), output)
         except BaseException:  # which the model may catch: the use has ended
             if self._executor.state is not TrainingState.BACKWARD:
                 self._executor.drop(unit)
@@ -290,6 +275,22 @@ class ForwardHooks:
         self._release(unit, keep=watched and in_forward and self._agreement.may_be_last)
         self.alone.end(unit)
         return output
+
+    def _end_raised(self, unit: Unit, inputs: object, output: object) -> None:
+        """End a forward of ``unit`` that an exception has left."""
+        error = sys.exc_info()[1]
+        if self._executor.state is TrainingState.BACKWARD:
+            if isinstance(error, _StopRecomputationError):
+                self._backward.recomputed(unit)
+            return
+        # The model may catch the exception, and go on with what that or a hook has kept.
+        self._executor.leave(unit)
+        carried = (error, getattr(error, "args", ()))
+        # Where a weight is in it, this raises: torch makes that a warning, and all stays.
+        unit.hand_out((inputs, carried), None)
+        self._watch(unit, (output, carried))
+        self._release(unit, keep=self._executor.state is TrainingState.FORWARD)
+        self.alone.leave(unit)
 
     def _release(self, unit: Unit, *, keep: bool) -> None:
         if keep:
@@ -311,8 +312,7 @@ class ForwardHooks:
         if own:
             forward.holds = self
         for index, tensor in enumerate(own):
-            reached = partial(_reached, ref, index, forward)
-            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(_reached, ref, index, forward))  # type: ignore[no-untyped-call]
         return bool(own)
 
     def _is_nested(self) -> bool:
