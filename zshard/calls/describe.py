@@ -6,7 +6,6 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from ..unit import Unit
 from ..units.flat import Flat
 from ..words import counted
 from ..wrap import schedule_of
@@ -45,7 +44,7 @@ def describe(model: nn.Module) -> str:
     """
     schedule = schedule_of(model)
     comm = schedule.comm
-    rows = [_row(unit, flat) for unit in schedule.units for flat in unit.flats]
+    rows = [_row(flat) for flat in schedule.flats]
     total = sum(segment.numel for f in schedule.flats for segment in f.layout.segments)
     over = f"{comm.size} ranks" if comm.size > 1 else "one rank"
     if comm.replicas.size > 1:
@@ -61,8 +60,8 @@ def describe(model: nn.Module) -> str:
     return f"{head}\n{table}"
 
 
-def _row(unit: Unit, flat: Flat) -> tuple[object, ...]:
-    layout, dtypes = flat.layout, flat.dtypes
+def _row(flat: Flat) -> tuple[object, ...]:
+    unit, layout, dtypes = flat.unit, flat.layout, flat.dtypes
     numels = [segment.numel for segment in layout.segments]
     trained = sum(n for n, each in zip(numels, flat.trained, strict=True) if each)
     return (

@@ -15,8 +15,8 @@ from ..tracing.trace import Trace
 from ..words import counted
 from .job import Job
 
-# The first steps learn the order of collectives, and allocate; those after them are alike.
-_SKIPPED, _STEPS = 2, 5
+LEARNING_STEPS = 2  # learn the order of collectives, and allocate; those after them are alike
+_STEPS = 5  # that are traced then
 
 
 def make_folder(path: str) -> Path:
@@ -63,9 +63,9 @@ class StepTrace:
     def before_step(self) -> None:
         """Begin the trace, or end it and write it; every rank calls this before every step."""
         if self._folder is not None:
-            if self._taken == _SKIPPED:
+            if self._taken == LEARNING_STEPS:
                 self._trace = self._context.enter_context(trace(self._model))
-            elif self._taken == _SKIPPED + _STEPS:
+            elif self._taken == LEARNING_STEPS + _STEPS:
                 self._finish(self._folder)
         self._taken += 1
 
@@ -77,8 +77,8 @@ class StepTrace:
             self._context.close()
         elif self._folder is not None and self._trace is not None:
             self._finish(self._folder)
-        elif self._folder is not None and self._taken <= _SKIPPED:
-            self._job.say(f"nothing is traced: a trace begins after {_SKIPPED} steps")
+        elif self._folder is not None and self._taken <= LEARNING_STEPS:
+            self._job.say(f"nothing is traced: a trace begins after {LEARNING_STEPS} steps")
 
     def _finish(self, folder: Path) -> None:
         """Write the files, and print what they say; on every rank."""
@@ -92,7 +92,7 @@ class StepTrace:
         self._write(lambda: merge_traces(folder / "trace.json", parts) if first else None)
         where = f"all ranks are in {folder / 'trace.json'}, for ui.perfetto.dev"
         self._job.say(
-            f"--- {counted(min(self._taken - _SKIPPED, _STEPS), 'step')} of rank 0, traced; "
+            f"--- {counted(min(self._taken - LEARNING_STEPS, _STEPS), 'step')} of rank 0, traced; "
             f"{self._failure or where} ---\n{done.summary()}"
         )
 

@@ -19,8 +19,7 @@ from ..transports.transport import asked_for
 from ..units.ledger import KINDS
 from .metrics import StepMetrics
 from .options import TrainOptions
-
-_LEARNING = 2  # steps that agree on an order, and allocate; those after them are alike
+from .steptrace import LEARNING_STEPS
 
 
 def plan_of(options: TrainOptions, world_size: int, device: str) -> Plan:
@@ -75,7 +74,7 @@ def compare(
             lines.append("(What gradients take besides, for --accumulate, is not planned.)")
     except PlanError as error:
         lines.append(f"The plan did not hold: {error}")
-    taken = [step.seconds for step in steps[_LEARNING:]]
+    taken = [step.seconds for step in steps[LEARNING_STEPS:]]
     if taken:
         measured = f"A step took {statistics.median(taken) * 1e3:,.1f} ms (median)"
         if planned.step_seconds is not None and planned.machine is not None:
