@@ -31,26 +31,27 @@ class NamedErrors(NamedTuple):
             return
         if any(over.standing is not None and over.standing.failed for over in self.comm.axes):
             self.comm.broken = True
-        if isinstance(error, RuntimeError) and not isinstance(error, Error):
-            self.comm.broken = True
-            unnamed = not isinstance(error, Missed)
-            ended = "".join(over.ended() for over in self.comm.axes) if unnamed else ""
-            if _says_out_of_memory(error):
-                cause = "This rank is out of memory; the other ranks cannot go on without it."
-            elif isinstance(error, Missed):
-                cause = "The first error among the ranks' logs may say more."
-            else:
-                cause = (
-                    "Another rank has stopped, or runs a different model or order of units; look "
-                    "at the first error among the ranks' logs."
-                )
-            where = f"{self.op} in {self.tag} failed"
-            if unnamed:  # those that share memory with this rank would else wait for it
-                why = f"{where}: {ended.strip().removesuffix('.') or error}"
-                for over in self.comm.axes:
-                    if over.neighbours is not None:
-                        over.neighbours.give_up(why)
-            raise CommError(f"{self.comm.me}: {where}: {error}.{ended} {cause}") from error
+        if not isinstance(error, RuntimeError) or isinstance(error, Error):
+            return
+        self.comm.broken = True
+        missed = isinstance(error, Missed)  # which names a rank already
+        ended = "" if missed else "".join(over.ended() for over in self.comm.axes)
+        if _says_out_of_memory(error):
+            cause = "This rank is out of memory; the other ranks cannot go on without it."
+        elif missed:
+            cause = "The first error among the ranks' logs may say more."
+        else:
+            cause = (
+                "Another rank has stopped, or runs a different model or order of units; look "
+                "at the first error among the ranks' logs."
+            )
+        where = f"{self.op} in {self.tag} failed"
+        if not missed:  # those that share memory with this rank would else wait for it
+            why = f"{where}: {ended.strip().removesuffix('.') or error}"
+            for over in self.comm.axes:
+                if over.neighbours is not None:
+                    over.neighbours.give_up(why)
+        raise CommError(f"{self.comm.me}: {where}: {error}.{ended} {cause}") from error
 
 
 def _says_out_of_memory(error: RuntimeError) -> bool:
