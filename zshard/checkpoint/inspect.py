@@ -17,7 +17,7 @@ from .held import Sink
 from .manifest import Json, Manifest, Stored
 from .manifest_reading import check_files, read_manifest
 from .paths import absolute
-from .reader import fill
+from .reader import Pair, fill
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def verify(path: str, progress: Callable[[int], object]) -> list[Damage]:
         for tensors in manifest.tensors.values():
             for name, stored in tensors.items():
                 try:
-                    fill(place, [(name, stored, _Nowhere(stored, progress))], manifest.seed)
+                    fill(place, [Pair(name, stored, _Nowhere(stored, progress))], manifest.seed)
                 except CheckpointError as error:
                     file = os.path.join(place, stored.file)
                     why = str(error).removeprefix(f"tensor {name}: ")  # absent if it did not open

@@ -9,6 +9,7 @@ from ..errors import CheckpointError
 from .held import Sink
 from .inventory import Inventory
 from .manifest import Stored
+from .reader import Pair
 
 
 @dataclass
@@ -16,12 +17,11 @@ class Match:
     """What of a checkpoint goes where, and what does not fit.
 
     Attributes:
-        pairs: of a stored tensor, by the name to be told, and where it goes.
         problems: what can never be loaded, such as another shape.
         copies: stored tensors that are one in the model, by name; the first of them is loaded.
     """
 
-    pairs: list[tuple[str, Stored, Sink]] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Match:
             dtypes = f"of {stored.torch_dtype}, and {held.dtype} in the model"
             self.problems.append(f"{name}: {dtypes}")
         else:
-            self.pairs.append((name, stored, held))
+            self.pairs.append(Pair(name, stored, held))
 
     def refuse(self, where: str, *, strict: bool, has_values: bool) -> None:
         """Refuse what does not fit.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,14 @@ from .files import File
 from .held import Sink
 from .manifest import Chunk, Stored, checksum
 from .memory_order import file_positions, in_file_order, memory_positions, runs
+
+
+class Pair(NamedTuple):
+    """A stored tensor, and where it goes."""
+
+    name: str  # to be told
+    stored: Stored
+    sink: Sink
 
 
 def compare_copies(
@@ -53,7 +62,7 @@ def _bytes_at(folder: str, stored: Stored, begin: int, end: int) -> torch.Tensor
         return _Reader(file, stored, None).read(begin, end).view(torch.uint8)
 
 
-def fill(folder: str, pairs: Sequence[tuple[str, Stored, Sink]], seed: int | None) -> None:
+def fill(folder: str, pairs: Sequence[Pair], seed: int | None) -> None:
     """Read what this rank holds of every pair's tensor.
 
     Args:
@@ -63,18 +72,18 @@ def fill(folder: str, pairs: Sequence[tuple[str, Stored, Sink]], seed: int | Non
         CheckpointError: naming the file, if it cannot be opened; also the tensor, if it cannot be
             read, or has another checksum than was saved.
     """
-    by_file: dict[str, list[tuple[str, Stored, Sink]]] = {}
+    by_file: dict[str, list[Pair]] = {}
     for pair in pairs:
-        if pair[2].here.numel:
-            by_file.setdefault(pair[1].file, []).append(pair)
+        if pair.sink.here.numel:
+            by_file.setdefault(pair.stored.file, []).append(pair)
     for name, of_file in by_file.items():
         with File.to_read(os.path.join(folder, name)) as file:
-            for tensor, stored, held in of_file:
+            for pair in of_file:
                 try:
                     with torch.no_grad():
-                        _Reader(file, stored, seed).fill(held)
+                        _Reader(file, pair.stored, seed).fill(pair.sink)
                 except CheckpointError as error:
-                    raise CheckpointError(f"tensor {tensor}: {error}") from error
+                    raise CheckpointError(f"tensor {pair.name}: {error}") from error
 
 
 class _Reader:

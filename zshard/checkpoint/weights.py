@@ -112,8 +112,8 @@ def load_weights(
 
 def _fill(found: WeightFiles, match: Match) -> None:
     """Read all pairs' tensors; those that zshard has written by their checksums."""
-    ours = [pair for pair in match.pairs if found.saves[pair[1].file] is not None]
-    others = [pair for pair in match.pairs if found.saves[pair[1].file] is None]
+    ours = [pair for pair in match.pairs if found.saves[pair.stored.file] is not None]
+    others = [pair for pair in match.pairs if found.saves[pair.stored.file] is None]
     fill(found.folder, ours, found.seed)
     fill(found.folder, others, None)
 
