@@ -9,12 +9,12 @@ import torch
 
 import zshard
 from zshard.checkpoint.files import File
-from zshard.checkpoint.tensorfile import Header, plan_files, read_header
+from zshard.checkpoint.tensorfile import Header, TensorSpec, plan_files, read_header
 
 
 def test_a_file_takes_tensors_up_to_the_limit_and_a_larger_one_alone() -> None:
     nbytes = {"larger": 40, "a": 12, "fits": 4, "next": 8}
-    tensors = {name: (torch.uint8, (size,)) for name, size in nbytes.items()}
+    tensors = {name: TensorSpec(torch.uint8, (size,)) for name, size in nbytes.items()}
     planned = plan_files("model", tensors, {}, 16)
     assert [list(file.slabs) for file in planned] == [["larger"], ["a", "fits"], ["next"]]
     assert [file.name for file in planned] == [
@@ -24,7 +24,7 @@ def test_a_file_takes_tensors_up_to_the_limit_and_a_larger_one_alone() -> None:
 
 def test_tensors_are_aligned_to_their_elements() -> None:
     dtypes = (torch.bool, torch.bfloat16, torch.int8, torch.float64, torch.float32)
-    tensors = {str(dtype): (dtype, (3,)) for dtype in dtypes}
+    tensors = {str(dtype): TensorSpec(dtype, (3,)) for dtype in dtypes}
     (planned,) = plan_files("model", tensors, {"format": "pt"}, 1000)
     for slab in planned.slabs.values():
         assert slab.offset % slab.dtype.itemsize == 0, slab

@@ -46,6 +46,18 @@ CODES: Mapping[torch.dtype, str] = {
 DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
 
 
+class TensorSpec(NamedTuple):
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
 class Slab(NamedTuple):
     """A tensor's place in a file."""
 
@@ -70,7 +82,7 @@ class Planned(NamedTuple):
 
 def plan_files(
     stem: str,
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Mapping[str, TensorSpec],
     metadata: Mapping[str, str],
     limit: int,
 ) -> list[Planned]:
@@ -83,19 +95,18 @@ def plan_files(
     Raises:
         InputError: for a dtype, or a name, that the format does not have.
     """
-    groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    groups: list[dict[str, TensorSpec]] = [{}]
     room = limit
-    for name, (dtype, shape) in tensors.items():
+    for name, spec in tensors.items():
         if name == _METADATA:
             raise InputError(f"safetensors files cannot have a tensor of the name {name!r}")
-        if dtype not in CODES:
-            raise InputError(f"{name} is of {dtype}, which safetensors files do not have")
-        nbytes = prod(shape) * dtype.itemsize
-        if nbytes > room and groups[-1]:
+        if spec.dtype not in CODES:
+            raise InputError(f"{name} is of {spec.dtype}, which safetensors files do not have")
+        if spec.nbytes > room and groups[-1]:
             groups.append({})
             room = limit
-        groups[-1][name] = dtype, shape
-        room -= nbytes
+        groups[-1][name] = spec
+        room -= spec.nbytes
     count = len(groups)
     names = [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     if count == 1:
@@ -103,26 +114,23 @@ def plan_files(
     return [_plan(name, group, metadata) for name, group in zip(names, groups, strict=True)]
 
 
-def _plan(
-    name: str,
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    metadata: Mapping[str, str],
-) -> Planned:
+def _plan(name: str, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> Planned:
     # Widest first, so that every tensor is aligned to its elements.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, object] = {_METADATA: dict(metadata)}
     end = 0
-    for key, (dtype, shape) in ordered:
-        begin, end = end, end + prod(shape) * dtype.itemsize
-        header[key] = dict(dtype=CODES[dtype], shape=list(shape), data_offsets=[begin, end])
+    for key, spec in ordered:
+        begin, end = end, end + spec.nbytes
+        code, shape = CODES[spec.dtype], list(spec.shape)
+        header[key] = dict(dtype=code, shape=shape, data_offsets=[begin, end])
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data = _LENGTH_BYTES + len(text)
     slabs: dict[str, Slab] = {}
     offset = data
-    for key, (dtype, shape) in ordered:
-        slabs[key] = Slab(dtype, shape, offset)
-        offset += slabs[key].nbytes
+    for key, spec in ordered:
+        slabs[key] = Slab(*spec, offset)
+        offset += spec.nbytes
     return Planned(name, len(text).to_bytes(_LENGTH_BYTES, "little") + text, slabs, offset)
 
 

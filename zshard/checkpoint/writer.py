@@ -45,7 +45,7 @@ from .manifest import (
 from .memory_order import file_positions, in_file_order, runs
 from .paths import absolute
 from .peers import Peers
-from .tensorfile import CODES, SAVE, Planned, Slab, index_of, plan_files
+from .tensorfile import CODES, SAVE, Planned, Slab, TensorSpec, index_of, plan_files
 
 FILE_BYTES = 5 * 10**9  # of tensors a file, as Hugging Face's tools have it
 
@@ -155,8 +155,8 @@ class Writer:
         for kind, of_kind in contents.tensors.items():
             if not of_kind:
                 continue
-            shapes = {name: (held.dtype, tuple(held.shape)) for name, held in of_kind.items()}
-            planned = plan_files(kind, shapes, metadata, FILE_BYTES)
+            specs = {n: TensorSpec(held.dtype, tuple(held.shape)) for n, held in of_kind.items()}
+            planned = plan_files(kind, specs, metadata, FILE_BYTES)
             if len(planned) > 1:
                 self._texts[f"{kind}.safetensors.index.json"] = index_of(planned)
             for file in planned:
