@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = vars(_parser().parse_args(arguments))
     command = given.pop("command")
-    if command == "info":
-        return _report(lambda: print(_info()), "zshard")
-    if command == "bench":
-        return _report(lambda: bench.run(given["benchmark"], given["arguments"]), "zshard")
-    if command == "ckpt":
-        return _report(lambda: run_ckpt(**given), "zshard")
-    if command == "plan":
-        return _report(lambda: run_plan(**given), "zshard")
+    alone: dict[str, Callable[[], int | None]] = {  # those that start no ranks
+        "info": lambda: print(_info()),
+        "bench": lambda: bench.run(given["benchmark"], given["arguments"]),
+        "ckpt": lambda: run_ckpt(**given),
+        "plan": lambda: run_plan(**given),
+    }
+    if command in alone:
+        return _report(alone[command], "zshard")
     try:
         place = Place.from_environment()
     except InputError as error:

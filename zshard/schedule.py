@@ -127,8 +127,7 @@ class Schedule:
     def renew(self) -> None:
         """Start gathering updated shards of units that stay whole, in the next forward's order."""
         in_order = dict.fromkeys((self.root, *self.forward.order, *self.units))
-        resident = [unit for unit in in_order if unit.strategy.resident]
-        due = [u for u in resident if u.outdated]
+        due = [unit for unit in in_order if unit.strategy.resident and unit.outdated]
         if not due:
             return
         for unit in due:
