@@ -175,18 +175,16 @@ def _with_first(others: Sequence[int], comm: Comm) -> str:
     return f"{comm.name(0)} and {many}"
 
 
+@torch.no_grad()
 def _broadcast(specs: Sequence[UnitSpec], comm: Comm) -> None:
-    with torch.no_grad():
-        for spec in specs:
-            for owned in spec.params:
-                if owned.param.is_meta:
-                    continue
-                with torch.inference_mode() if owned.param.is_inference() else nullcontext():
-                    value = owned.param.detach().contiguous()
-                    # Not view(-1): one element is contiguous whatever its stride, which stays.
-                    flat = value.as_strided((value.numel(),), (1,))
-                    comm.broadcast(flat, Tag(None, "wrap", spec.label))
-                    if owned.param.untyped_storage().nbytes() < value.nbytes:  # expanded
-                        owned.param.data = value
-                    else:
-                        owned.param.copy_(value)
+    for spec in specs:
+        for param in (owned.param for owned in spec.params if not owned.param.is_meta):
+            with torch.inference_mode() if param.is_inference() else nullcontext():
+                value = param.detach().contiguous()
+                # Not view(-1): one element is contiguous whatever its stride, which stays.
+                flat = value.as_strided((value.numel(),), (1,))
+                comm.broadcast(flat, Tag(None, "wrap", spec.label))
+                if param.untyped_storage().nbytes() < value.nbytes:  # expanded
+                    param.data = value
+                else:
+                    param.copy_(value)
