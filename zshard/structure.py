@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import ItemsView, Iterable
+from typing import NamedTuple
 
 from torch import nn
 
 from .errors import WrapError
+
+
+class _Built(NamedTuple):
+    """A module as it was when it was wrapped."""
+
+    name: str
+    module: nn.Module
+    children: ItemsView[str, nn.Module | None]
+    params: set[str]  # names of its own parameters
+    absent: list[str]  # those of them that stand for none
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> _Built:
+        # By items() and keys(): a module of TorchScript has no more.
+        children, params = dict(module._modules.items()).items(), {*module._parameters.keys()}
+        absent = [key for key, param in module._parameters.items() if param is None]
+        return cls(name, module, children, params, absent)
 
 
 class Structure:
@@ -17,19 +35,8 @@ class Structure:
     """
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]]) -> None:
-        # Of each, every module inside with its name, its children, its parameters' names, and those
-        # of them that stand for none. (By items() and keys(): a module of TorchScript has no more.)
         self._built = {
-            unit: [
-                (
-                    name,
-                    module,
-                    dict(module._modules.items()).items(),
-                    {*module._parameters.keys()},
-                    [key for key, param in module._parameters.items() if param is None],
-                )
-                for name, module in top.named_modules(prefix=unit)
-            ]
+            unit: [_Built.of(name, module) for name, module in top.named_modules(prefix=unit)]
             for unit, top in units
         }
 

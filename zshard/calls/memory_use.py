@@ -142,5 +142,5 @@ def _of_unit(unit: Unit, schedule: Schedule, optimizer: Counter[Flat]) -> UnitBy
 
 
 def _padding(flat: Flat) -> int:
-    owned = flat.padding if flat.resident is None else flat.layout.padding
-    return owned * flat.copy.element_size() + flat.padding * flat.dtypes.beside_bytes
+    of_copy = flat.padding if flat.resident is None else flat.layout.padding
+    return of_copy * flat.copy.element_size() + flat.padding * flat.dtypes.beside_bytes

@@ -230,15 +230,14 @@ def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
     require_real(schedule.comm.axes, what)
     handle = _PENDING.get(schedule)
     failure = None if handle is None else handle.failure()
-    if isinstance(failure, CommError) and handle is not None and not handle.told:
+    told = handle is None or handle.told
+    if isinstance(failure, CommError) and not told:
         del _PENDING[schedule]
         raise failure  # there is nobody to meet
     if schedule.whole:
         raise StateError(f"{what} inside zshard.full_params, whose changes are not taken in yet")
     schedule.begin_call(what, unusable_ok=unusable_ok)
     _PENDING.pop(schedule, None)
-    if handle is not None and failure is not None:
-        # One rank may have waited, and another not: all raise, or none does.
-        told = Peers(schedule.comm, what).gather(lambda: handle.told)
-        if not all(told):
-            raise failure
+    # One rank may have waited, and another not: all raise, or none does.
+    if failure is not None and not all(Peers(schedule.comm, what).gather(lambda: told)):
+        raise failure

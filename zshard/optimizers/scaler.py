@@ -23,8 +23,8 @@ class _Share(NamedTuple):
     """What an optimizer has of one wrapped model."""
 
     schedule: Schedule
-    params: list[Sharded]  # those that have a gradient, on any rank
-    non_finite: torch.Tensor | None  # the reduction's, where it looked at exactly these gradients
+    present: list[Sharded]  # those that have a gradient, on any rank
+    known: torch.Tensor | None  # the reduction's flag, where it looked at exactly these gradients
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -108,10 +108,10 @@ class GradScaler(torch.amp.GradScaler):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         plain = [param for param in params if not isinstance(param, Sharded)]
         divide = not allow_fp16
-        shares = _shares(params, divide)
+        shares = _shares(params, divide=divide)
         rest = cast(Optimizer, SimpleNamespace(param_groups=[{"params": plain}]))
         seen = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
-        if not shares or not (plain or any(share.params for share in shares)):
+        if not shares or not (plain or any(share.present for share in shares)):
             return seen
         found = found_inf
         for verdict in seen.values():
@@ -140,7 +140,7 @@ class GradScaler(torch.amp.GradScaler):
         return {found.device: found}
 
 
-def _shares(params: Sequence[torch.Tensor], divide: bool) -> list[_Share]:
+def _shares(params: Sequence[torch.Tensor], *, divide: bool) -> list[_Share]:
     """Of each wrapped model what ``params`` have of it; nothing is changed yet."""
     models: dict[Schedule, list[Sharded]] = defaultdict(list)
     for param in params:
