@@ -10,6 +10,9 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Va
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+_MOST, _MOST_PLAIN = 10_000, 100_000  # that ``tensors_in`` looks at
+_PLAIN = frozenset((type(None), str, int, float, bool, bytes))
+
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: object) -> object:
     """``value`` with ``function`` applied to every tensor in its containers and dataclasses.
@@ -70,10 +73,6 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
                 if id(item) not in seen and not isinstance(item, (torch.nn.Module, type)):
                     seen[id(item)] = item
                     due.append(_items_of(item))
-
-
-_MOST, _MOST_PLAIN = 10_000, 100_000
-_PLAIN = frozenset((type(None), str, int, float, bool, bytes))
 
 
 def _items_of(value: object) -> Iterable[object]:

@@ -19,6 +19,9 @@ from .manifest_reading import check_files, read_manifest
 from .paths import absolute
 from .reader import Pair, fill
 
+# Another job may replace the checkpoint while it is looked at: what is there then counts.
+_ATTEMPTS = 5
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -186,10 +189,6 @@ def verify(path: str, progress: Callable[[int], object]) -> list[Damage]:
         return list(found.values())
 
     return _looked_at(path, read_all)[1]
-
-
-# Another job may replace the checkpoint while it is looked at: what is there then counts.
-_ATTEMPTS = 5
 
 
 def _looked_at(

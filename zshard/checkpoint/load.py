@@ -37,6 +37,9 @@ from .save import begin
 # Another job may replace the checkpoint while it is read: what is there then is loaded instead.
 _ATTEMPTS = 20
 
+# Of a model whose load failed halfway: the optimizers whose states that has left in part loaded.
+_TORN: WeakKeyDictionary[Schedule, list[ref[Optimizer]]] = WeakKeyDictionary()
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -214,10 +217,6 @@ def _match_generators(
             f"{peers.world_size}; save with rng=True, or leave rng=True out"
         )
     match.add(own, there[own], HeldWhole(generators, saves=False))
-
-
-# Of a model whose load failed halfway: the optimizers whose states that has left in part loaded.
-_TORN: WeakKeyDictionary[Schedule, list[ref[Optimizer]]] = WeakKeyDictionary()
 
 
 def change(

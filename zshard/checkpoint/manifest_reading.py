@@ -28,6 +28,7 @@ from .tensorfile import CODES, DTYPES
 
 T = TypeVar("T")
 
+_DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in CODES]
 _PREFIX_NBYTES = 128
 _PREFIX = re.compile(
     rb'\{"format": (\d{1,9}), "sequence": (\d{1,18}), "xxh3": "([0-9a-f]{16})", "checkpoint": '
@@ -124,9 +125,6 @@ def _check_optimizer(record: OptimizerRecord, tensors: Mapping[str, Stored]) -> 
                 )
             if not known:
                 raise ValueError(f"state {state!r} of {name!r}: {entry!r:.200}")
-
-
-_DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in CODES]
 
 
 def _record(kind: type[T], content: object) -> T:

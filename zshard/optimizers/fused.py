@@ -30,6 +30,9 @@ from .wide import Rule, wide_step
 Saved = Sequence[tuple[torch.Tensor, dict[str, Any]]]  # parameters and their states
 ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
+# What torch.optim's groups say beside the rule: by which kernels it is carried out.
+_TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
 
 class FusedOptimizer(Optimizer):
     """An optimizer whose step is one op call for each kind of shard, but for float64 ones."""
@@ -329,10 +332,6 @@ class FusedOptimizer(Optimizer):
             # Of what is frozen since, which may be trained again, and what else the user keeps.
             names = values.keys() & self._state_names([values])
             self.state[param] = values | {name: slice_of(values[name]) for name in names} | own
-
-
-# What torch.optim's groups say beside the rule: by which kernels it is carried out.
-_TORCH_LAUNCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
 def _is_trained(param: torch.Tensor) -> bool:

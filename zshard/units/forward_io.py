@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..containers import tensors_in
 from .storage import storage_of
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 class ForwardIO:
     """One forward of a unit, from its inputs to its outputs."""
@@ -91,6 +93,3 @@ def _made_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return [each for each in inside if isinstance(each, torch.Tensor)]  # not a DTensor's mesh
     return []
-
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
