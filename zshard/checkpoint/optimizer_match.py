@@ -34,13 +34,13 @@ class OptimizerMatch:
     Attributes:
         match: of the whole load, which is told of the tensors.
         states: parameter -> what its state is to be.
-        common: what the state of all parameters is to be, by key; None: it is left as it is.
+        common: what the state of all parameters is to be, by key.
     """
 
     optimizer: Optimizer
     match: Match
     states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
-    common: dict[str, Any] | None = None
+    common: dict[str, Any] = field(default_factory=dict)
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def finish(self) -> None:
@@ -48,10 +48,9 @@ class OptimizerMatch:
         optimizer = self.optimizer
         for group, options in self.groups:
             group.update(options)
-        if self.common is not None:
-            for key in common_state(optimizer).keys() - self.common.keys():
-                del optimizer.state[key]
-            optimizer.state.update(self.common)  # type: ignore[arg-type]
+        for key in common_state(optimizer).keys() - self.common.keys():
+            del optimizer.state[key]
+        optimizer.state.update(self.common)  # type: ignore[arg-type]
         if not isinstance(optimizer, FusedOptimizer):
             optimizer.state.update(self.states)
             return
@@ -116,7 +115,6 @@ def _match_optimizer(
             continue
         names[name] = key
         found.states[param] = _state(found, saved, record, group, param, name, key)
-    found.common = {}
     for key, entry in record.state.get(COMMON, {}).items():
         # Beside the parameters, where they all are in one place.
         device = params[0][1].device if params else torch.device("cpu")

@@ -84,8 +84,7 @@ class StepTrace:
         """Write the files, and print what they say; on every rank."""
         self._context.close()
         done, self._trace = self._trace, None
-        if done is None:
-            return
+        assert done is not None  # it has begun
         parts = [folder / f"rank-{rank}.json" for rank in range(self._job.world_size)]
         self._write(lambda: done.save(parts[self._job.rank]))
         first = self._job.rank == 0
