@@ -14,6 +14,8 @@ from types import TracebackType
 
 from ..errors import CheckpointError
 
+MAX_NBYTES = 1 << 30  # of a manifest, or a header: more is no checkpoint, but an attack on memory
+
 
 @contextmanager
 def _names(path: str) -> Iterator[None]:
@@ -125,11 +127,11 @@ def write_synced(path: str, data: bytes) -> None:
         file.sync()
 
 
-def read_whole(path: str, limit: int) -> bytes:
-    """All of a file, of at most ``limit`` bytes."""
+def read_whole(path: str) -> bytes:
+    """All of a file, of at most ``MAX_NBYTES``."""
     with File.to_read(path) as file:
-        if (size := file.size()) > limit:
-            raise CheckpointError(f"{path}: has {size} bytes, more than the limit of {limit}")
+        if (size := file.size()) > MAX_NBYTES:
+            raise CheckpointError(f"{path}: has {size} bytes, more than the limit of {MAX_NBYTES}")
         data = bytearray(size)
         file.read(data, 0)
     return bytes(data)

@@ -25,8 +25,6 @@ CHUNK_BYTES = 1 << 22  # what a rank holds beside its shard while it saves or lo
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
-MAX_NBYTES = 1 << 30  # of a manifest, or a header: more is no checkpoint, but an attack on memory
-
 
 class Chunk(NamedTuple):
     """Elements [begin, end) of a tensor in memory order, and the checksum of their bytes."""

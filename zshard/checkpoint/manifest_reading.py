@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..words import counted
-from .files import File, passing_over, read_whole
+from .files import MAX_NBYTES, File, passing_over, read_whole
 from .manifest import (
     FORMAT,
-    MAX_NBYTES,
     NAME,
     DataFile,
     Manifest,
@@ -56,7 +55,7 @@ def read_manifest(folder: str) -> Manifest:
         CheckpointError: if there is none, or it is damaged or of another format.
     """
     path = os.path.join(folder, NAME)
-    text = read_whole(path, limit=MAX_NBYTES)
+    text = read_whole(path)
     prefix = _PREFIX.match(text)
     if prefix is None:
         raise CheckpointError(f"{path}: damaged, or not written by zshard")

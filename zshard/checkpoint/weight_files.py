@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError
 from . import catalogue, files
-from .manifest import CHUNK_BYTES, MAX_NBYTES, NAME, Manifest, Stored
+from .manifest import CHUNK_BYTES, NAME, Manifest, Stored
 from .manifest_reading import read_manifest
 from .tensorfile import CODES, Slab, read_header
 
@@ -98,7 +98,7 @@ def _find(path: str) -> WeightFiles:
 
 def _read_index(path: str) -> dict[str, str]:
     try:
-        weight_map = json.loads(files.read_whole(path, limit=MAX_NBYTES))["weight_map"]
+        weight_map = json.loads(files.read_whole(path))["weight_map"]
         pairs = list(weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: no index of safetensors files: {error!r}") from error

@@ -26,12 +26,11 @@ from ..digest import bytes_of
 from ..errors import CheckpointError, MismatchError
 from ..schedule import Schedule
 from . import catalogue, files
-from .files import File
+from .files import MAX_NBYTES, File
 from .held import Source, snapshot
 from .inventory import Inventory, inventory_of
 from .manifest import (
     CHUNK_BYTES,
-    MAX_NBYTES,
     NAME,
     Chunk,
     DataFile,
