@@ -25,7 +25,7 @@ from .step.meeting import meetings_of
 from .strategy import Choice, Strategy, strategy_of
 from .tag import Tag
 from .transports.groups import require_backends
-from .transports.mesh import groups_of, warn_if_alone
+from .transports.mesh import warn_if_alone
 from .transports.refusal import together
 from .transports.transport import Transport, meet_in_one_place
 from .unit import Unit
@@ -139,7 +139,7 @@ def wrap(
             move(model, device)
         survey = _survey(model, units, ignored, strategy, precision)
         where = survey.device or default_device(device, mesh)
-        require_backends(groups_of(mesh)[:2], where)
+        require_backends(mesh, where)
     except Exception as error:
         failure = error  # for the other ranks to know, who are about to meet this one
         where = _meeting_place(model, mesh)
@@ -207,7 +207,7 @@ def _meeting_place(model: object, mesh: dist.ProcessGroup | DeviceMesh | None) -
     there = _device_of(model)
     if there is not None:
         with suppress(WrapError):
-            require_backends(groups_of(mesh)[:2], there)
+            require_backends(mesh, there)
             return there
     return default_device(None, mesh)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +15,14 @@ import torch.distributed as dist
 from ..errors import WrapError
 from .control import control_group
 from .discovery import find_each_other
+from .mesh import groups_of
 from .messages import Messenger, Together, Work
 from .per_group import per_group
 from .standing import Standing
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ..tag import Tag
     from .neighbours import Neighbours
     from .processes import Processes
@@ -315,13 +318,15 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def require_backends(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Make sure that ``groups`` reach other ranks' memory on devices like ``device``.
+def require_backends(mesh: dist.ProcessGroup | DeviceMesh | None, device: torch.device) -> None:
+    """Make sure that the groups of ``mesh`` reach other ranks' memory on devices like ``device``.
 
     Raises:
-        WrapError: if one has no backend for it.
+        InputError: as ``groups_of``.
+        WrapError: if a group has no backend for it.
     """
-    for group in groups:
+    groups = groups_of(mesh)
+    for group in (groups.replicas, groups.shards):
         if group is not None:
             _backend_name(group, device)
 

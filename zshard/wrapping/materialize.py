@@ -48,7 +48,7 @@ def default_device(
 ) -> torch.device:
     """Where a model without any values goes: ``device``; the current GPU under NCCL; the CPU."""
     if device is None:
-        shards = groups_of(mesh)[1]
+        shards = groups_of(mesh).shards
         nccl = shards is not None and "cuda:nccl" in dist.get_backend_config(shards)
         device = "cuda" if nccl else "cpu"
     return torch.empty(0, device=device).device  # with its index
