@@ -161,7 +161,7 @@ class Agreement:
                 self._reduce(unit)
             if current.to_be_learned:
                 self._learn()
-        elif not current.reduces and current.key[:1] != (Intent.RENEW,):
+        elif not current.reduces and current.intent is not Intent.RENEW:
             self._meetings.others_may_be_inside = True
         current.end()
 

@@ -131,9 +131,14 @@ class Pass:
             self.follows, self.meets_at_end = False, True
 
     @property
+    def intent(self) -> Intent | None:
+        """What the ranks brought to the meeting that it began with; None before the first pass."""
+        return Intent(self.key[0]) if self.key else None
+
+    @property
     def is_forward(self) -> bool:
         """Whether it is a forward, or a part of one."""
-        return bool(self.key) and Intent(self.key[0]).is_forward
+        return self.intent is not None and self.intent.is_forward
 
     @property
     def next(self) -> Turn | None:
