@@ -130,7 +130,7 @@ class Unit:
         """
         self._last_gather = tag
         if self.slot_bytes > 0:
-            self._acquire_slot(move, evict)
+            self._acquire_slot(move=move, evict=evict)
         self.forget_gather()  # an exception may leave some of them unstarted
         self._enter(State.GATHERING)
         for flat in self.flats:
@@ -258,7 +258,7 @@ class Unit:
         if flat.needs_gather:
             self._comm.reclaim(flat.sent, Tag(self._last_gather.step, "step", self.label))
 
-    def _acquire_slot(self, move: bool, evict: Callable[[Unit], None]) -> None:
+    def _acquire_slot(self, *, move: bool, evict: Callable[[Unit], None]) -> None:
         """Own the home slot, or a new home; see [Note: a unit keeps its slot]."""
         owner = self._home.owner if self._home is not None else None
         pinned = self._attached is self._home and not move

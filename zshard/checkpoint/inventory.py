@@ -74,7 +74,7 @@ def inventory_of(schedule: Schedule) -> Inventory:
         found.names[id(param)] = name
         found.add_aliases(owned.names, name)
         if not isinstance(param, Sharded):
-            found.parameters[name] = found.ignored[name] = _held(name, param, first)
+            found.parameters[name] = found.ignored[name] = _held(name, param, saves=first)
             continue
         flat, mine = param.flat, saved_range(param.flat, param.segment)
         found.parameters[name] = HeldMaster(flat, param.segment, mine, flat.dtypes.param)
@@ -85,13 +85,13 @@ def inventory_of(schedule: Schedule) -> Inventory:
     for name, buffer in persistent_buffers(modules):
         key = seen.setdefault(id(buffer), state_key(name))
         found.add_aliases([name], key)
-        found.buffers[key] = _held(key, buffer, first)
+        found.buffers[key] = _held(key, buffer, saves=first)
     for key, module in _with_extra_state(schedule.model):
         found.extra_state[key] = as_json(module.get_extra_state(), f"{key} (get_extra_state)")
     return found
 
 
-def _held(name: str, tensor: Tensor, first: bool) -> HeldWhole:
+def _held(name: str, tensor: Tensor, *, saves: bool) -> HeldWhole:
     if tensor.layout is not torch.strided:
         raise InputError(
             f"{name} is a tensor of {tensor.layout}, which checkpoints do not hold; make it dense, "
@@ -103,7 +103,7 @@ def _held(name: str, tensor: Tensor, first: bool) -> HeldWhole:
             "by torch.save(zshard.state_dict(model), path), or make this a buffer with "
             "persistent=False"
         )
-    return HeldWhole(tensor, saves=first)
+    return HeldWhole(tensor, saves=saves)
 
 
 def saved_range(flat: Flat, segment: int) -> Range:

@@ -124,7 +124,7 @@ def optimizer_inventory(
         for number, group in enumerate(optimizer.param_groups)
     ]
     unused = _never_used(optimizer)
-    taken = _Taken(first)
+    taken = _Taken(first=first)
     for name, param, _ in params:
         values = optimizer.state.get(param, {})
         left_out = names_of_rule(optimizer, values) if id(param) in unused else set()
@@ -154,7 +154,7 @@ class _Taken:
         tensors: by the keys that ``state`` has for them.
     """
 
-    def __init__(self, first: bool) -> None:
+    def __init__(self, *, first: bool) -> None:
         self.state: dict[str, dict[str, dict[str, Json]]] = {}
         self.tensors: dict[str, Held] = {}
         self._first = first

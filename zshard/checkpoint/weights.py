@@ -180,7 +180,7 @@ class _Cast(Source):
 
 
 def _configs(
-    model: nn.Module, dtype: torch.dtype | None, written: Collection[str], warn: bool
+    model: nn.Module, dtype: torch.dtype | None, written: Collection[str], *, warn: bool
 ) -> dict[str, bytes]:
     """The files that ``from_pretrained`` looks for beside the weights of a transformers model.
 

@@ -75,7 +75,7 @@ def timeline(
         sums_on_host: likewise.
         in_memory: whether a rank itself reads what it gathers, when it waits for it.
     """
-    lines = _Lines(sums_on_host or in_memory, in_memory)
+    lines = _Lines(sums_on_host=sums_on_host or in_memory, in_memory=in_memory)
     root, *inner = (units[index] for index in order)
     for unit in (root, *inner):
         if unit.resident:
@@ -107,7 +107,7 @@ class _Lines:
         now: what compute has come to; gathers, reductions: up to when their streams are busy.
     """
 
-    def __init__(self, sums_on_host: bool, in_memory: bool) -> None:
+    def __init__(self, *, sums_on_host: bool, in_memory: bool) -> None:
         self.now = self.gathers = self.reductions = 0.0
         self.exposed = self.communication = 0.0
         self.spans: list[Span] = []
