@@ -27,7 +27,7 @@ def test_tensors_are_aligned_to_their_elements() -> None:
     tensors = {str(dtype): TensorSpec(dtype, (3,)) for dtype in dtypes}
     (planned,) = plan_files("model", tensors, {"format": "pt"}, 1000)
     for slab in planned.slabs.values():
-        assert slab.offset % slab.dtype.itemsize == 0, slab
+        assert slab.offset % slab.spec.dtype.itemsize == 0, slab
     assert planned.nbytes == len(planned.header) + 3 * (1 + 2 + 1 + 8 + 4)
 
 

@@ -61,14 +61,8 @@ class TensorSpec(NamedTuple):
 class Slab(NamedTuple):
     """A tensor's place in a file."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    spec: TensorSpec
     offset: int  # bytes, from the start of the file
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class Planned(NamedTuple):
@@ -129,7 +123,7 @@ def _plan(name: str, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, s
     slabs: dict[str, Slab] = {}
     offset = data
     for key, spec in ordered:
-        slabs[key] = Slab(*spec, offset)
+        slabs[key] = Slab(spec, offset)
         offset += spec.nbytes
     return Planned(name, len(text).to_bytes(_LENGTH_BYTES, "little") + text, slabs, offset)
 
@@ -137,7 +131,7 @@ def _plan(name: str, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, s
 def index_of(files: Sequence[Planned]) -> bytes:
     """The index that Hugging Face's tools look for beside several files."""
     weight_map = {name: file.name for file in files for name in file.slabs}
-    total = sum(slab.nbytes for file in files for slab in file.slabs.values())
+    total = sum(slab.spec.nbytes for file in files for slab in file.slabs.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2).encode()
 
@@ -174,10 +168,10 @@ def read_header(file: File) -> Header:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file.path}: its safetensors header is damaged: {error}") from error
     end = _LENGTH_BYTES + count
-    for name, slab in sorted(slabs.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+    for name, slab in sorted(slabs.items(), key=lambda item: (item[1].offset, item[1].spec.nbytes)):
         if slab.offset != end:
             raise CheckpointError(f"{file.path}: {name} does not begin where the one before ends")
-        end += slab.nbytes
+        end += slab.spec.nbytes
     if end != size:
         raise CheckpointError(f"{file.path}: has {size} bytes, and its header describes {end}")
     return Header(slabs, metadata.get(SAVE) if isinstance(metadata, dict) else None)
@@ -192,7 +186,7 @@ def _slab(entry: Mapping[str, object], data: int) -> Slab:
     if any(type(n) is not int or n < 0 for n in [*shape, *offsets]):
         raise ValueError("a size that is no whole number")
     begin, end = offsets
-    slab = Slab(DTYPES[str(code)], tuple(shape), data + begin)
-    if end - begin != slab.nbytes:
-        raise ValueError(f"{end - begin} bytes for {slab.dtype} of shape {shape}")
-    return slab
+    spec = TensorSpec(DTYPES[str(code)], tuple(shape))
+    if end - begin != spec.nbytes:
+        raise ValueError(f"{end - begin} bytes for {spec.dtype} of shape {shape}")
+    return Slab(spec, data + begin)

@@ -116,7 +116,8 @@ def _read_file(folder: str, name: str) -> WeightFiles:
 
 
 def _unchecked(file: str, slab: Slab) -> Stored:
-    numel, step = prod(slab.shape), CHUNK_BYTES // slab.dtype.itemsize
+    (dtype, shape), offset = slab
+    numel, step = prod(shape), CHUNK_BYTES // dtype.itemsize
     ends = tuple(min(begin + step, numel) for begin in range(0, numel, step))
-    order = tuple(range(len(slab.shape)))
-    return Stored(file, slab.offset, CODES[slab.dtype], slab.shape, order, ends, ("",) * len(ends))
+    order = tuple(range(len(shape)))
+    return Stored(file, offset, CODES[dtype], shape, order, ends, ("",) * len(ends))

@@ -250,7 +250,7 @@ class Writer:
         for task, unsorted in zip(self._tasks, chunks, strict=True):
             parts = sorted(unsorted)
             ends = [0, *(part.end for part in parts)]
-            if ends != [*(part.begin for part in parts), math.prod(task.slab.shape)]:
+            if ends != [*(part.begin for part in parts), math.prod(task.slab.spec.shape)]:
                 raise CheckpointError(
                     f"{self.target}: no rank has some of the elements of {task.name}"
                 )
@@ -302,7 +302,7 @@ class Writer:
 def _scatter(file: File, task: Task, values: torch.Tensor, begin: int, end: int) -> None:
     """Write elements whose memory order is not the file's, in runs that are contiguous there."""
     itemsize = values.element_size()
-    at, order = file_positions(task.slab.shape, task.held.order, begin, end).sort()
+    at, order = file_positions(task.slab.spec.shape, task.held.order, begin, end).sort()
     data = bytes_of(values := values[order])
     for start, stop in runs(at):
         offset = task.slab.offset + int(at[start]) * itemsize
