@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TypedDict, cast
 
 from torch import nn
 
+from ..comm import Comm
 from ..flags import require_flags
-from ..schedule import Schedule
 from ..step.reduction import scratch_sizes
 from ..unit import Unit
 from ..units.flat import Flat
@@ -88,56 +89,49 @@ def memory(model: nn.Module, *, reset_peak: bool = False) -> Memory:
     """
     require_flags(reset_peak=reset_peak)
     schedule = schedule_of(model)
-    pool, units = schedule.pool, _by_unit(schedule)
-    states = sum(unit["states"] for unit in units)
-    now = Bytes(
-        parameters=sum(unit["parameters"] for unit in units),
-        gradients=sum(unit["gradients"] for unit in units),
-        master=sum(unit["master"] for unit in units),
-        optimizer=sum(unit["optimizer"] for unit in units),
-        padding=sum(unit["padding"] for unit in units),
-        states=states,
-        full_buffers=pool.slot_bytes,
-        reduce_buffers=pool.scratch_bytes,
-        activations=0,
-        peak=states + pool.slot_bytes + pool.scratch_bytes,
-    )
+    pool = schedule.pool
+    optimizer: Counter[Flat] = Counter()
+    for each in schedule.optimizers:
+        optimizer.update(each.state_bytes(schedule))
+    now = _bytes_of(schedule.flats, optimizer, pool.slot_bytes, pool.scratch_bytes)
     peak = cast(Bytes, {**now, **pool.ledger.peak})
+    units = [_of_unit(unit, optimizer, schedule.comm) for unit in schedule.units]
     if reset_peak:
         pool.ledger.restart()
     return Memory(now=now, peak=peak, units=units)
 
 
-def _by_unit(schedule: Schedule) -> list[UnitBytes]:
-    optimizer: Counter[Flat] = Counter()
-    for each in schedule.optimizers:
-        optimizer.update(each.state_bytes(schedule))
-    return [_of_unit(unit, schedule, optimizer) for unit in schedule.units]
+def _of_unit(unit: Unit, optimizer: Counter[Flat], comm: Comm) -> UnitBytes:
+    trained = [flat for flat in unit.flats if flat.requires_grad]
+    full = sum(flat.full_bytes for flat in unit.flats if flat.resident is None)
+    reduce = sum(scratch_sizes(trained, comm).values())
+    return {
+        "name": unit.label,
+        "model_parameters": sum(s.numel for flat in unit.flats for s in flat.layout.segments),
+        **_bytes_of(unit.flats, optimizer, full, reduce),
+    }
 
 
-def _of_unit(unit: Unit, schedule: Schedule, optimizer: Counter[Flat]) -> UnitBytes:
-    flats = unit.flats
+def _bytes_of(
+    flats: Sequence[Flat], optimizer: Counter[Flat], full_buffers: int, reduce_buffers: int
+) -> Bytes:
+    """Of ``flats``, with these buffers; ``optimizer``: bytes of the states of every flat buffer."""
     parameters = sum(flat.copy.nbytes for flat in flats)
     gradients = sum(flat.grads.nbytes for flat in flats)
     master = sum(flat.master.nbytes for flat in flats)
     states = sum(optimizer[flat] for flat in flats)
-    trained = [flat for flat in flats if flat.requires_grad]
-    full = sum(flat.full_bytes for flat in flats if flat.resident is None)
-    reduce = sum(scratch_sizes(trained, schedule.comm).values())
     held = parameters + gradients + master + states
-    return UnitBytes(
-        name=unit.label,
-        model_parameters=sum(s.numel for flat in flats for s in flat.layout.segments),
+    return Bytes(
         parameters=parameters,
         gradients=gradients,
         master=master,
         optimizer=states,
         padding=sum(_padding(flat) for flat in flats),
         states=held,
-        full_buffers=full,
-        reduce_buffers=reduce,
+        full_buffers=full_buffers,
+        reduce_buffers=reduce_buffers,
         activations=0,
-        peak=held + full + reduce,
+        peak=held + full_buffers + reduce_buffers,
     )
 
 
