@@ -68,7 +68,7 @@ class Backward:
         self._begun = WeakKeyDictionary[Backward, None]() if self._executor.alone else _BEGUN
         self.current: Unit | None = None
         self.sync = True
-        self._reduces = True  # whether the last backward does: ``sync`` as it began
+        self._reduces = True  # whether the backward under way does, or else the last
         self._lost = False  # whether one inside no_sync has raised, and the others do not know
         self._end: ref[partial[None]] | None = None
         self.forwards, self.recomputation = ForwardLog(), Recomputation()
