@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zshard
+from zshard.wrapping import overlaps
 
 BF16 = zshard.Precision.bf16()
 
@@ -104,3 +105,40 @@ def test_views_in_an_attribute_would_keep_the_values_of_wrap(container: type) ->
     of_another = zshard.wrap(nn.Linear(2, 2)).weight
     model.halves = [model[0].weight, None, torch.ones(2), of_another]
     zshard.wrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_lies_in_a_list_beside_the_parameters_is_in_no_wraps_way() -> None:
+    class Reading(dict):  # type: ignore[type-arg]
+        def items(self) -> object:
+            raise AssertionError("what reads its values from a disk")
+
+    model = nn.LSTM(3, 4)
+    nn.utils.spectral_norm(model, "weight_hh_l0")  # at first a view, also in _flat_weights
+    plain = copy.deepcopy(model)
+    of_vmap: list[torch.Tensor] = []
+    torch.vmap(lambda row: of_vmap.append(row) or row)(torch.ones(2, 3))
+    model.kept = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), *of_vmap]
+    model.lazy = Reading(a=torch.ones(2))
+    zshard.wrap(model)
+    assert torch.equal(model(torch.ones(2, 1, 3))[0], plain(torch.ones(2, 1, 3))[0])
+
+
+def test_what_lies_upon_each_other_beside_the_parameters_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+
+    class Counted(overlaps._Located):
+        @property
+        def end(self) -> int:
+            nonlocal looks
+            looks += 1
+            return self[1]
+
+    monkeypatch.setattr(overlaps, "_Located", Counted)
+    model = nn.Linear(3, 4)
+    model.table = torch.ones(200)
+    model.kept = [model.table[:] for _ in range(300)]
+    zshard.wrap(model)
+    assert 0 < looks < 1000

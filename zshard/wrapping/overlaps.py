@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -33,21 +34,24 @@ def check_apart(model: nn.Module, specs: Sequence[UnitSpec]) -> None:
         WrapError: with the two; with what is sharded already.
     """
     owned = {id(each.param): each.name for spec in specs for each in spec.params}
-    active: list[_Located] = []
+    # That reach to where the sweep has come: many others may lie upon each other.
+    sharded: list[_Located] = []
+    others: list[_Located] = []
     for found in sorted(
         _located(model, owned), key=lambda each: (str(each.tensor.device), each.begin)
     ):
-        device = found.tensor.device
-        active = [o for o in active if o.end > found.begin and o.tensor.device == device]
-        for other in active:
-            if (found.sharded or other.sharded) and _overlap(found, other):
+        sharded = _reaching(sharded, found)
+        if found.sharded:
+            others = _reaching(others, found)
+        for other in (*sharded, *others) if found.sharded else sharded:
+            if _overlap(found, other):
                 first, second = (found, other) if found.sharded else (other, found)
                 raise WrapError(
                     f"{first.name} shares memory with {second.name}, and sharding would part "
                     "them: only one of the two would be trained. To tie two parameters, assign the "
                     "Parameter itself; else give one of them a copy (clone)."
                 )
-        active.append(found)
+        (sharded if found.sharded else others).append(found)
 
 
 def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
@@ -68,24 +72,28 @@ def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
                     "Wrap that as a part of this one, or keep it outside."
                 )
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0:
-                steps = zip(tensor.shape, tensor.stride(), strict=True)
-                last = sum((size - 1) * stride for size, stride in steps)
-                begin = tensor.data_ptr()
-                end = begin + (last + 1) * tensor.itemsize
-                yield _Located(begin, end, label, tensor, id(tensor) in owned)
+                with suppress(RuntimeError):  # a nested one, or of a transform that is over
+                    steps = zip(tensor.shape, tensor.stride(), strict=True)
+                    last = sum((size - 1) * stride for size, stride in steps)
+                    begin = tensor.data_ptr()
+                    end = begin + (last + 1) * tensor.itemsize
+                    yield _Located(begin, end, label, tensor, id(tensor) in owned)
 
 
 def _in_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that are attributes, or lie in a list or a dict that is one, by name."""
-    found: dict[str, torch.Tensor] = {}
-    for name, held in module.__dict__.items():
+    held = module.__dict__
+    found = {name: each for name, each in held.items() if isinstance(each, torch.Tensor)}
+    # Behind those: of what a hook makes anew, an nn.LSTM has a list, too. Not by the methods of a
+    # class of the user's, which may do more.
+    for name, container in held.items():
         items: Iterable[tuple[object, object]] = ()
-        if isinstance(held, torch.Tensor):
-            found[name] = held
-        elif isinstance(held, (list, tuple)):
-            items = enumerate(held)
-        elif isinstance(held, dict) and name not in ("_buffers", "_parameters"):
-            items = held.items()
+        if isinstance(container, list):
+            items = enumerate(list.__iter__(container))
+        elif isinstance(container, tuple):
+            items = enumerate(tuple.__iter__(container))
+        elif isinstance(container, dict) and name not in ("_buffers", "_parameters"):
+            items = dict.items(container)
         for key, each in items:
             if isinstance(each, torch.Tensor) and not isinstance(each, Sharded):
                 found[f"{name}[{key!r}]"] = each
@@ -96,6 +104,12 @@ def _made_by_hook(module: nn.Module, name: str) -> bool:
     """Whether the attribute is what torch.nn.utils' weight_norm or spectral_norm makes anew."""
     hooks = module._forward_pre_hooks.values()
     return any(name in (getattr(h, "name", ""), getattr(h, "_tensor_name", "")) for h in hooks)
+
+
+def _reaching(active: list[_Located], found: _Located) -> list[_Located]:
+    """Those of ``active`` that end behind the beginning of ``found``, on its device."""
+    device = found.tensor.device
+    return [o for o in active if o.end > found.begin and o.tensor.device == device]
 
 
 def _overlap(a: _Located, b: _Located) -> bool:
