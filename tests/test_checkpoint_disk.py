@@ -7,7 +7,7 @@ import os
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -236,42 +236,61 @@ def test_a_read_only_file_system_is_told_on_both_ranks_and_can_be_loaded_from() 
             assert "Read-only file system" in error and str(folder) in error
 
 
-@pytest.mark.parametrize("file", ["checkpoint.json", "model.safetensors"])
+def refusing(call: str, path: Path, error: int = errno.EIO) -> AbstractContextManager[None]:
+    """The system refuses ``call`` of ``path``."""
+    real = getattr(os, call)
+
+    def refuse(given: str, *args: int, **options: int) -> object:
+        if str(given) == str(path):
+            raise OSError(error, os.strerror(error))
+        return real(given, *args, **options)
+
+    return patched(**{call: refuse})
+
+
+@pytest.mark.parametrize(
+    ("call", "file"),
+    [("lstat", "checkpoint.json"), ("open", "checkpoint.json"), ("open", "model.safetensors")],
+)
 def test_a_checkpoint_that_the_system_does_not_let_be_read_is_not_passed_over(
-    file: str, tmp_path: Path
+    call: str, file: str, tmp_path: Path
 ) -> None:
     """A script would begin anew, or go on from an older one, and save over what is there."""
-    run, real = Run(1), os.open
+    run, failed = Run(1), pytest.raises(zshard.CheckpointError, match=f"b/{file}: Input/output")
     for name in ("a", "b"):
         run.save(tmp_path / name, name)
-
-    def refuse(path: str, *args: int, **options: int) -> int:
-        if str(path) == str(tmp_path / "b" / file):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path, *args, **options)
-
-    with patched(open=refuse), pytest.raises(zshard.CheckpointError, match=f"{file}: Input/output"):
+    with refusing(call, tmp_path / "b" / file), failed:
         zshard.latest(tmp_path)
     assert zshard.latest(tmp_path) == str(tmp_path / "b")
 
 
+@pytest.mark.parametrize("call", ["lstat", "open"])
 def test_a_save_among_checkpoints_that_cannot_be_read_does_not_come_before_them(
-    tmp_path: Path,
+    call: str, tmp_path: Path
 ) -> None:
-    run, real = Run(1), os.open
+    run, failed = Run(1), pytest.raises(zshard.CheckpointError, match=r"b/checkpoint\.json")
     for name in ("a", "b"):
         run.save(tmp_path / name, name)
-
-    def refuse(path: str, *args: int, **options: int) -> int:
-        if str(path) == str(tmp_path / "b" / "checkpoint.json"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path, *args, **options)
-
-    with patched(open=refuse), pytest.raises(zshard.CheckpointError, match=r"b/checkpoint\.json"):
+    with refusing(call, tmp_path / "b" / "checkpoint.json"), failed:
         run.save(tmp_path / "c", "c")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
     run.save(tmp_path / "c", "c")
     assert zshard.latest(tmp_path) == str(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("call", "file", "error"),
+    [("open", "model.safetensors", errno.EIO), ("lstat", "checkpoint.json", errno.EACCES)],
+)
+def test_keep_leaves_what_cannot_be_read_or_only_others_may_look_into(
+    call: str, file: str, error: int, tmp_path: Path
+) -> None:
+    run = Run(1)
+    for name in ("a", "b", "c"):
+        run.save(tmp_path / name, name)
+    with refusing(call, tmp_path / "b" / file, error):
+        run.save(tmp_path / "d", "d", keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["b", "c", "d"]
 
 
 def test_a_save_of_more_files_than_a_process_may_have_open_works(

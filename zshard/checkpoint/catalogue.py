@@ -32,9 +32,7 @@ _OWN = re.compile(
     r"(model|master|optimizer|rng)(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
     rf"|{re.escape(NAME)}|(generation_)?config\.json"
 )
-_LEFTOVER = re.compile(
-    r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<what>starting|saving|deleted)", re.DOTALL
-)
+_LEFTOVER = re.compile(r"(?s)\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<what>starting|saving|deleted)")
 
 
 def replaced(target: str) -> str:
@@ -93,7 +91,7 @@ def checkpoints_in(folder: str) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     for target in targets_in(folder):
         place = ""
-        with suppress(CheckpointError):  # also for a folder that only others may look into
+        with files.passing_over(*files.NOT_ALLOWED):  # a folder of others, or lost+found
             place = find(target)
         if place and (sequence := read_sequence(place)):
             found.append((sequence, target))
@@ -269,13 +267,15 @@ def prune(target: str, mine: Manifest, keep: int) -> None:
     """
     folder = os.path.dirname(target)
     with _removal_errors(target):
-        others = [each for each in checkpoints_in(folder) if each[1] != target]
-        whole = [(*each, id) for each in others if (id := whole_id(each[1]))]
-        order = sorted([*whole, (mine.sequence, target, mine.id)], reverse=True)
-        old = [each for each in order[keep:] if each < (mine.sequence, target)]
+        whole = [(mine.sequence, target, mine.id)]
+        for sequence, path in checkpoints_in(folder):
+            with suppress(CheckpointError):  # one that the system refuses to read stays
+                if path != target and (id := whole_id(path)):
+                    whole.append((sequence, path, id))
+        old = [each for each in sorted(whole)[:-keep] if each < (mine.sequence, target)]
         gone = [
             name
-            for _, path, id in reversed(old)  # the oldest first
+            for _, path, id in old  # the oldest first
             if (name := _taken_away(path, id, f".{os.path.basename(path)}.{mine.id}.deleted"))
         ]
         if gone:

@@ -27,16 +27,21 @@ def _names(path: str) -> Iterator[None]:
 
 # Of a name behind which is no file to be read, or none any more (on NFS: a stale handle).
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EISDIR, errno.ELOOP, errno.ENXIO}
+NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 
 
 @contextmanager
-def passing_over() -> Iterator[None]:
-    """Pass over what is damaged or missing, but not what the system refuses to read."""
+def passing_over(*also: int) -> Iterator[None]:
+    """Pass over what is damaged or missing, but not what the system refuses to read.
+
+    Args:
+        also: reasons of the system, by errno, that are passed over as well.
+    """
     try:
         yield
     except CheckpointError as error:
         cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno not in _NO_FILE:
+        if isinstance(cause, OSError) and cause.errno not in _NO_FILE.union(also):
             raise
 
 
