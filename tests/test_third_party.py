@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import ranks
@@ -133,6 +135,27 @@ def test_steps_of_experts_that_are_units_equal_ddps(name: str, strategy: str) ->
         assert_same_outcome(actual, expected)
     mine, other = (expected.routing for _, expected in results)
     assert (mine == other) == (name == "switch_balanced"), f"experts: {mine} and {other}"
+
+
+def exported(rank: int, world_size: int, folder: str) -> None:
+    model = zshard.wrap(third_party.build("t5"))
+    state = zshard.state_dict(model, all_ranks=True)
+    if rank == 0:
+        model.save_pretrained(f"{folder}/saved", state_dict=state)
+    zshard.export(f"{folder}/exported", model)
+
+
+def test_an_export_takes_the_model_that_one_rank_has_saved_as_transformers_does(
+    tmp_path: Path,
+) -> None:
+    run_ranks(exported, 2, str(tmp_path))
+    saved, there = (
+        third_party.hf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name)
+        for name in ("saved", "exported")
+    )
+    assert there.config.to_dict() == saved.config.to_dict() | {"_name_or_path": ANY}
+    for name, value in saved.state_dict().items():
+        assert torch.equal(there.state_dict()[name], value), name
 
 
 def from_meta(rank: int, world_size: int, name: str) -> tuple[Outcome, Outcome]:

@@ -161,7 +161,7 @@ def export(path: StrPath, model: nn.Module, *, dtype: torch.dtype | None = None)
             for name, held in contents.tensors["model"].items()
         }
         tensors = {"model": weights, "master": {}}
-        texts = _configs(model, dtype, weights, warn=peers.world_rank == 0)
+        texts = _configs(model, weights, warn=peers.world_rank == 0)
         return replace(contents, tensors=tensors, exported=True, texts=texts)
 
     with schedule.comm.awaited(peers.what, but=(Exception,)):
@@ -179,9 +179,7 @@ class _Cast(Source):
         return self._of.read(begin, end).to(self.dtype)
 
 
-def _configs(
-    model: nn.Module, dtype: torch.dtype | None, written: Collection[str], *, warn: bool
-) -> dict[str, bytes]:
+def _configs(model: nn.Module, written: dict[str, Source], *, warn: bool) -> dict[str, bytes]:
     """The files that ``from_pretrained`` looks for beside the weights of a transformers model.
 
     None of a model under whose names ``from_pretrained`` would not find all weights, and draw the
@@ -190,7 +188,7 @@ def _configs(
     or tied by hand.
 
     Args:
-        written: the names of the weights in the files.
+        written: the weights in the files, by name.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_json_string") or not _is_pretrained(model):
@@ -209,9 +207,12 @@ def _configs(
         return {}
     content = json.loads(config.to_json_string())
     content["architectures"] = [type(model).__name__]
-    if dtype is not None:
-        content["dtype"] = str(dtype).removeprefix("torch.")
-    texts = {"config.json": json.dumps(content, indent=2).encode() + b"\n"}
+    # save_pretrained writes the first one's too, and into the config of the rank that calls it.
+    for held in written.values():
+        if held.dtype.is_floating_point:
+            content["dtype"] = str(held.dtype).removeprefix("torch.")
+            break
+    texts = {"config.json": json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"}
     generation = getattr(model, "generation_config", None)
     if generation is not None and hasattr(generation, "to_json_string"):
         texts["generation_config.json"] = generation.to_json_string().encode()
