@@ -74,16 +74,24 @@ class Contents:
     exported: bool = False
     texts: dict[str, bytes] = field(default_factory=dict)
 
-    def digest(self) -> str:
-        """Of what has to be the same on every rank."""
+    def digests(self) -> dict[str, str]:
+        """Of what has to be the same on every rank, by what it is."""
         tensors = [
             [kind, name, str(held.dtype), list(held.shape), list(held.order)]
             for kind, of_kind in self.tensors.items()
             for name, held in of_kind.items()
         ]
-        texts = {name: checksum(text) for name, text in self.texts.items()}
-        facts = [tensors, self.optimizer, self.extra, self.keep, texts]
-        return checksum(json.dumps(facts, sort_keys=True, default=vars).encode())
+        facts = {
+            "names, shapes or dtypes of tensors": tensors,
+            "state of the optimizer": self.optimizer,
+            "extra=": self.extra,
+            "keep=": self.keep,
+            **{name: text.decode() for name, text in self.texts.items()},
+        }
+        return {
+            what: checksum(json.dumps(fact, sort_keys=True, default=vars).encode())
+            for what, fact in facts.items()
+        }
 
 
 def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
@@ -94,12 +102,14 @@ def agree_on(peers: Peers, take: Callable[[], Contents]) -> Contents:
         MismatchError: if the ranks are to save different things.
     """
     contents = peers.together(take)
-    outcomes = peers.gather(lambda: (contents.id, contents.digest(), contents.ignored))
-    if differing := [r for r, (_, digest, _) in enumerate(outcomes) if digest != outcomes[0][1]]:
+    outcomes = peers.gather(lambda: (contents.id, contents.digests(), contents.ignored))
+    if differing := [r for r, (_, found, _) in enumerate(outcomes) if found != outcomes[0][1]]:
+        here, there = outcomes[0][1].items(), outcomes[differing[0]][1].items()
         raise MismatchError(
-            f"{peers.what}: {peers.comm.names(differing)} were given other arguments, or another "
-            f"state of the optimizer, than {peers.comm.name(0)}. Pass the same on every rank; what "
-            "differs, such as a loss, gather first (torch.distributed.all_gather_object)."
+            f"{peers.what}: {peers.comm.names(differing)} were given other arguments than "
+            f"{peers.comm.name(0)}, or hold another model or optimizer. What differs: "
+            f"{'; '.join(sorted({what for what, _ in here ^ there}))}. Make it the same on every "
+            "rank; a number such as a loss gather first (torch.distributed.all_gather_object)."
         )
     for name, checksum_there in outcomes[0][2].items():
         if differing := [r for r, each in enumerate(outcomes) if each[2][name] != checksum_there]:
