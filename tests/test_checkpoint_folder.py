@@ -71,6 +71,9 @@ def test_a_link_is_neither_counted_nor_deleted_by_keep(tmp_path: Path) -> None:
             (tmp_path / link).symlink_to(f"step-{step}")
     assert sorted(os.listdir(tmp_path)) == ["best", "step-2", "step-3", "the-newest"]
     assert zshard.latest(tmp_path) == str(tmp_path / "step-3")
+    with os.scandir(os.fsencode(tmp_path.parent)) as entries:  # paths that are bytes
+        (entry,) = (entry for entry in entries if entry.name == os.fsencode(tmp_path.name))
+    assert zshard.latest(entry) == str(tmp_path / "step-3")
 
 
 def test_other_saves_into_the_same_folder_are_left_alone(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def latest(folder: StrPath) -> str | None:
     """
     if not isinstance(folder, str | os.PathLike):
         raise InputError(f"folder={folder!r}: expected the path of a folder")
-    given = not_url(os.fspath(folder), "folder")
+    given = not_url(os.fsdecode(folder), "folder")
     if not files.exists(given):
         return None
     while True:
