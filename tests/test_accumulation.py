@@ -252,3 +252,51 @@ def freed_sums(rank: int, world_size: int) -> list[int]:
 def test_what_sums_of_micro_batches_take_is_given_back_in_a_step_without_them() -> None:
     for before, with_sums, after in run_ranks(freed_sums, 2):
         assert before == after < with_sums
+
+
+def fail(*_: object) -> None:
+    raise ValueError("user code")
+
+
+def after_an_exception(rank: int, world_size: int, place: str, no_sync: bool) -> list[bool]:
+    """The second of three micro-batches raises on rank 0; which ones the gradient then has."""
+    model = models.build("blocks")
+    zshard.wrap(model, comm="group" if world_size > 1 else "auto")
+    data = models.batches("blocks", MICRO, rank)
+    found = []
+    for raises, before in ((True, True), (False, True), (False, False)):
+        with zshard.no_sync(model) if no_sync else contextlib.nullcontext():
+            if before:
+                models.loss_of(model, data[0]).backward()
+        if raises:
+            hooks = contextlib.ExitStack()
+            if rank == 0 and place == "forward":
+                hooks.callback(model.blocks[1].register_forward_hook(fail).remove)
+            if rank == 0 and place == "backward":
+                hooks.callback(model.blocks[1].register_full_backward_hook(fail).remove)
+            with hooks, pytest.raises((ValueError, zshard.Error)):
+                loss = models.loss_of(model, data[1])
+                if rank == 0 and place == "loss":
+                    fail()
+                loss.backward()
+                zshard.full_grad(model, "inlet.weight")
+            zshard.reset(model)
+        models.loss_of(model, data[2]).backward()
+        found.append(zshard.full_grad(model, "blocks.0.up.weight").clone())
+        model.zero_grad()
+    after, both, last = found
+    return [torch.equal(after, both), torch.equal(after, last)]
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+@pytest.mark.parametrize("place", ["forward", "loss", "backward"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_accumulated_goes_with_a_backward_that_raises_and_stays_else(
+    world_size: int, place: str, no_sync: bool
+) -> None:
+    if world_size == 1:
+        ranks = [after_an_exception(0, 1, place, no_sync)]
+    else:
+        ranks = run_ranks(after_an_exception, 2, place, no_sync)
+    in_backward = place == "backward"
+    assert ranks == [[not in_backward, in_backward]] * world_size

@@ -137,11 +137,11 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 def reset(model: nn.Module) -> None:
     """Bring the model back to the sharded state after an exception in forward or backward.
 
-    The gradients of a backward that did not end are dropped, on the ranks that hear of it only here
-    as well (else their next use of gradients says so). What ``no_sync`` holds of those before
-    stays, as a plain model's gradients do; ``zero_grad`` drops it. Also done by the next forward.
-    After an exception inside ``full_params(write=True)`` it waits for the others to come to the end
-    of theirs.
+    A backward that did not end takes with it all gradients of its step, also those of the backwards
+    before it, and on the ranks that hear of it only here (else their next use of gradients says
+    so). After an exception outside of a backward those stay, as a plain model's do; ``zero_grad``
+    drops them. Also done by the next forward. After an exception inside ``full_params(write=True)``
+    it waits for the others to come to the end of theirs.
 
     Over shared memory (``comm="peer"``) an exception may leave a collective half done: Ctrl-C,
     while a rank waits. It has given up then, and the others get a CommError that says so. This call
