@@ -250,11 +250,11 @@ def stands_still(rank: int, world_size: int) -> list[list[int]]:
     neighbours, store = comm.shards.neighbours, dist.distributed_c10d._get_default_store()
     look = neighbours._problem
 
-    def look_later(late: int, out_of_time: bool) -> str:
+    def look_later(late: int, *, out_of_time: bool) -> str:
         store.set("late", "")
         while not neighbours._processes.ended():
             time.sleep(0.01)
-        return look(late, out_of_time)
+        return look(late, out_of_time=out_of_time)
 
     if rank == 0:
         neighbours._problem = look_later
