@@ -145,28 +145,32 @@ def test_so_they_do_where_memory_is_in_another_order(tmp_path: Path) -> None:
 
 
 class Short(torch.optim.Optimizer):
-    """Keeps the sum of gradients in bf16, also that of an fp32 parameter."""
+    """Keeps the sum of gradients in fewer bits than those of an fp32 parameter."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
         super().__init__(params, {"lr": 0.1})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
-            total = self.state[param].setdefault("sum", torch.zeros_like(param).bfloat16())
-            total.add_(param.grad)
+            total = self.state[param].setdefault("sum", torch.zeros_like(param, dtype=self.dtype))
+            total.copy_(total.float() + param.grad)
 
 
-def test_states_in_another_dtype_than_what_they_update_stay_in_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_states_in_another_dtype_than_what_they_update_stay_in_that(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     model = zshard.wrap(nn.Linear(4, 3))
-    optimizer = Short(model.parameters())
+    optimizer = Short(model.parameters(), dtype)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     zshard.save(tmp_path / "a", model, optimizer)
-    again = Short(model.parameters())
+    again = Short(model.parameters(), dtype)
     zshard.load(tmp_path / "a", model, again)
     there, wanted = (each.state[model.bias]["sum"].local for each in (again, optimizer))
-    assert there.dtype == torch.bfloat16 and torch.equal(there, wanted)
+    assert there.dtype == dtype and torch.equal(there.float(), wanted.float())
 
 
 def test_a_users_own_state_is_not_rounded_to_the_dtype_that_it_has_now(tmp_path: Path) -> None:

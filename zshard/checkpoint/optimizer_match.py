@@ -222,9 +222,11 @@ def _dtype_now(
     Args:
         of_master: whether it was saved in the dtype of what was updated then.
     """
+    if not of_master:  # nor does torch promote every dtype: float8 to none
+        return saved
     updated = param.flat.dtypes.master if isinstance(param, Sharded) else param.dtype
     exact = torch.promote_types(saved, updated) == updated
-    return updated if of_master and (exact or _is_known(optimizer)) else saved
+    return updated if exact or _is_known(optimizer) else saved
 
 
 def _empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
