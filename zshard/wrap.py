@@ -297,14 +297,14 @@ def _before_load_state_dict(
 ) -> None:
     """Refuse what load_state_dict would lose without a word."""
     schedule.require_values("load_state_dict")
-    if metadata.get("assign_to_params_buffers") and not schedule.whole:
+    if schedule.whole:
+        return
+    if metadata.get("assign_to_params_buffers"):
         raise StateError(
             "load_state_dict(assign=True) would put plain tensors in place of the sharded "
             "parameters; without it, or inside zshard.full_params(model, write=True), the shards "
             "take their values"
         )
-    if schedule.whole:
-        return
     for flat in schedule.flats:
         if any(prefix + name in state_dict for names in flat.all_names for name in names):
             flat.before_write()  # here: of an error in a copy_ torch makes a RuntimeError
