@@ -124,6 +124,14 @@ def test_what_lies_in_a_list_beside_the_parameters_is_in_no_wraps_way() -> None:
     assert torch.equal(model(torch.ones(2, 1, 3))[0], plain(torch.ones(2, 1, 3))[0])
 
 
+def test_what_an_lstm_holds_from_before_a_parametrization_is_in_no_wraps_way() -> None:
+    plain = nn.utils.parametrizations.weight_norm(nn.LSTM(3, 4), "weight_hh_l0")
+    model = nn.utils.parametrizations.weight_norm(nn.LSTM(3, 4), "weight_hh_l0")
+    model.load_state_dict(plain.state_dict())
+    zshard.wrap(model)
+    assert torch.equal(model(torch.ones(2, 1, 3))[0], plain(torch.ones(2, 1, 3))[0])
+
+
 def test_what_lies_upon_each_other_beside_the_parameters_is_looked_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -82,18 +82,21 @@ def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
 
 def _in_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that are attributes, or lie in a list or a dict that is one, by name."""
-    held = module.__dict__
-    found = {name: each for name, each in held.items() if isinstance(each, torch.Tensor)}
-    # Behind those: of what a hook makes anew, an nn.LSTM has a list, too. Not by the methods of a
-    # class of the user's, which may do more.
-    for name, container in held.items():
+    apart = ["_buffers", "_parameters"]
+    if isinstance(module, nn.RNNBase):
+        apart.append("_flat_weights")  # which its forward makes anew of its attributes
+    found: dict[str, torch.Tensor] = {}
+    for name, held in module.__dict__.items():
         items: Iterable[tuple[object, object]] = ()
-        if isinstance(container, list):
-            items = enumerate(list.__iter__(container))
-        elif isinstance(container, tuple):
-            items = enumerate(tuple.__iter__(container))
-        elif isinstance(container, dict) and name not in ("_buffers", "_parameters"):
-            items = dict.items(container)
+        # Not by the methods of a class of the user's, which may do more.
+        if isinstance(held, torch.Tensor):
+            found[name] = held
+        elif isinstance(held, list) and name not in apart:
+            items = enumerate(list.__iter__(held))
+        elif isinstance(held, tuple):
+            items = enumerate(tuple.__iter__(held))
+        elif isinstance(held, dict) and name not in apart:
+            items = dict.items(held)
         for key, each in items:
             if isinstance(each, torch.Tensor) and not isinstance(each, Sharded):
                 found[f"{name}[{key!r}]"] = each
