@@ -102,6 +102,9 @@ def test_views_in_an_attribute_would_keep_the_values_of_wrap(container: type) ->
     model.halves = container(enumerate(views) if container is dict else views)
     with pytest.raises(zshard.WrapError, match=r"0\.weight shares memory with halves\[[01]\]"):
         zshard.wrap(model)
+    model.halves = {nn.ReLU(): each for each in (views[0], torch.ones(2))}
+    with pytest.raises(zshard.WrapError, match=r"0\.weight shares memory with halves\[\.\.\.\]"):
+        zshard.wrap(model)
     of_another = zshard.wrap(nn.Linear(2, 2)).weight
     model.halves = [model[0].weight, None, torch.ones(2), of_another]
     zshard.wrap(model)

@@ -58,8 +58,8 @@ def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
     """Every tensor of the modules once: parameters, buffers, and what is in plain attributes."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        named = {**_in_attributes(module), **module._buffers, **module._parameters}
-        for name, tensor in named.items():
+        registered = (*module._buffers.items(), *module._parameters.items())
+        for name, tensor in (*_in_attributes(module), *registered):
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
@@ -80,17 +80,16 @@ def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
                     yield _Located(begin, end, label, tensor, id(tensor) in owned)
 
 
-def _in_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that are attributes, or lie in a list or a dict that is one, by name."""
+def _in_attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that are attributes, or lie in a list or a dict that is one, with their names."""
     apart = ["_buffers", "_parameters"]
     if isinstance(module, nn.RNNBase):
         apart.append("_flat_weights")  # which its forward makes anew of its attributes
-    found: dict[str, torch.Tensor] = {}
     for name, held in module.__dict__.items():
         items: Iterable[tuple[object, object]] = ()
         # Not by the methods of a class of the user's, which may do more.
         if isinstance(held, torch.Tensor):
-            found[name] = held
+            yield name, held
         elif isinstance(held, list) and name not in apart:
             items = enumerate(list.__iter__(held))
         elif isinstance(held, tuple):
@@ -99,8 +98,7 @@ def _in_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
             items = dict.items(held)
         for key, each in items:
             if isinstance(each, torch.Tensor) and not isinstance(each, Sharded):
-                found[f"{name}[{key!r}]"] = each
-    return found
+                yield f"{name}[{key!r}]" if type(key) in (int, str) else f"{name}[...]", each
 
 
 def _made_by_hook(module: nn.Module, name: str) -> bool:
