@@ -139,6 +139,7 @@ def test_steps_of_experts_that_are_units_equal_ddps(name: str, strategy: str) ->
 
 def exported(rank: int, world_size: int, folder: str) -> None:
     model = zshard.wrap(third_party.build("t5"))
+    model.config.id2label = {label: f"label {label}" for label in range(12)}
     state = zshard.state_dict(model, all_ranks=True)
     if rank == 0:
         model.save_pretrained(f"{folder}/saved", state_dict=state)
@@ -154,6 +155,7 @@ def test_an_export_takes_the_model_that_one_rank_has_saved_as_transformers_does(
         for name in ("saved", "exported")
     )
     assert there.config.to_dict() == saved.config.to_dict() | {"_name_or_path": ANY}
+    assert [*there.config.id2label.values()] == [f"label {label}" for label in range(12)]
     for name, value in saved.state_dict().items():
         assert torch.equal(there.state_dict()[name], value), name
 

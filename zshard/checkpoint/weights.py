@@ -212,7 +212,9 @@ def _configs(model: nn.Module, written: dict[str, Source], *, warn: bool) -> dic
         if held.dtype.is_floating_point:
             content["dtype"] = str(held.dtype).removeprefix("torch.")
             break
-    texts = {"config.json": json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"}
+    # Only the fields: in id2label "10" would come before "2".
+    content = dict(sorted(content.items()))
+    texts = {"config.json": json.dumps(content, indent=2).encode() + b"\n"}
     generation = getattr(model, "generation_config", None)
     if generation is not None and hasattr(generation, "to_json_string"):
         texts["generation_config.json"] = generation.to_json_string().encode()
