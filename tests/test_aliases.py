@@ -135,6 +135,19 @@ def test_what_an_lstm_holds_from_before_a_parametrization_is_in_no_wraps_way() -
     assert torch.equal(model(torch.ones(2, 1, 3))[0], plain(torch.ones(2, 1, 3))[0])
 
 
+def test_a_tensor_that_has_no_shape_yet_or_refuses_to_tell_is_in_no_wraps_way() -> None:
+    class Silent(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: object) -> torch.Tensor:
+            raise TypeError("not of this class")
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.LazyBatchNorm1d(affine=False))
+    model.kept = [torch.ones(2).as_subclass(Silent)]
+    plain = nn.Sequential(copy.deepcopy(model[0]), nn.LazyBatchNorm1d(affine=False))
+    zshard.wrap(model)
+    assert torch.equal(model(torch.eye(3)), plain(torch.eye(3)))
+
+
 def test_what_lies_upon_each_other_beside_the_parameters_is_looked_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -71,8 +71,9 @@ def _located(model: nn.Module, owned: dict[int, str]) -> Iterator[_Located]:
                     f"{label}, which is not to be sharded, is of a model that is wrapped already. "
                     "Wrap that as a part of this one, or keep it outside."
                 )
-            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0:
-                with suppress(RuntimeError):  # a nested one, or of a transform that is over
+            # Nested, without a shape yet, of a transform that is over, of a class without memory.
+            with suppress(RuntimeError, TypeError, ValueError):
+                if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0:
                     steps = zip(tensor.shape, tensor.stride(), strict=True)
                     last = sum((size - 1) * stride for size, stride in steps)
                     begin = tensor.data_ptr()
