@@ -212,6 +212,19 @@ def test_a_buffer_without_plain_values_that_would_be_broadcast_is_refused_at_wra
     assert run_ranks(refused_buffer, 2, kind) == [[True]] * 2
 
 
+def lazy_buffer(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(zshard.WrapError, match=r"1\.running_mean is a lazy buffer.* forward"):
+        zshard.wrap(model)
+    with torch.no_grad():
+        model(torch.eye(2))
+    assert zshard.wrap(model)(torch.eye(2)).isfinite().all()
+
+
+def test_a_buffer_without_a_shape_that_would_be_broadcast_is_refused_at_wrap() -> None:
+    run_ranks(lazy_buffer, 2)
+
+
 def sparse_on_one(rank: int, world_size: int) -> str:
     model = nn.Linear(2, 2)
     mask = torch.eye(2)

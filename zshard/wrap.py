@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from .comm import Comm
 from .errors import InputError, StateError, WrapError
@@ -114,8 +115,9 @@ def wrap(
             (If ``init_fn`` replaced anything before it raised, build the model anew.)
         WrapError: a model that cannot be wrapped: wrapped before, parameters on several devices or
             not of a floating-point dtype, or with another ``grad_dtype``, non-persistent buffers on
-            the meta device without an ``init_fn``, persistent ones that are sparse or
-            quantised on several ranks; for "peer", a rank out of reach or without memory to share.
+            the meta device without an ``init_fn``, persistent ones that are sparse,
+            quantised or without a shape yet on several ranks; for "peer", a rank out of reach or
+            without memory to share.
         MismatchError: on every rank, if the ranks' models, options or transports differ.
         CommError: if a rank cannot be reached any more; then the model may be half wrapped.
 
@@ -254,25 +256,25 @@ def _require_same(
 
     Raises:
         MismatchError: on every rank, if they differ.
-        WrapError: for a sparse or quantised buffer.
+        WrapError: for a sparse or quantised buffer, or a lazy one.
     """
     in_units = {name for spec in survey.specs for owned in spec.params for name in owned.names}
     buffers = persistent_buffers(model.named_modules())
     refused = {
-        name: "quantised" if buffer.is_quantized else "sparse"
+        name: "lazy" if is_lazy(buffer) else "quantised" if buffer.is_quantized else "sparse"
         for name, buffer in buffers
-        if buffer.is_quantized or buffer.layout is not torch.strided
+        if is_lazy(buffer) or buffer.is_quantized or buffer.layout is not torch.strided
     }
     found = {
         "what is on meta outside of units": str(sorted(meta.keys() - in_units)),
-        "sparse buffers, and quantised ones": str(refused),
+        "sparse buffers, quantised ones and lazy ones": str(refused),
     }
     same_model.check(survey.specs, comm, {**options, **found}, survey.strategies)
     for name, kind in refused.items():
-        raise WrapError(
-            f"{name} is a {kind} buffer, and persistent ones are broadcast. Register it "
-            "with persistent=False; each rank then has its own."
-        )
+        remedy = "Register it with persistent=False; each rank then has its own."
+        if kind == "lazy":
+            remedy = "Run a forward under torch.no_grad() before, which gives it its shape."
+        raise WrapError(f"{name} is a {kind} buffer, and persistent ones are broadcast. {remedy}")
 
 
 def _build(survey: _Survey, made: Sequence[UnitParts], comm: Comm, pool: Pool) -> list[Unit]:
