@@ -93,9 +93,8 @@ OWN = ["flat", "fqn", "local", "local_numel", "segment"]
 
 def test_sharded_parameters_have_the_attributes_that_the_readme_names() -> None:
     """Each of them a property: a method would be hidden by what a script sets after wrap."""
-    own = {
-        n: each for n, each in vars(Sharded).items() if n[0] != "_" and not hasattr(nn.Parameter, n)
-    }
+    torchs = {*dir(nn.Parameter), "const_data_ptr"}  # which torch 2.11 lacks
+    own = {n: each for n, each in vars(Sharded).items() if n[0] != "_" and n not in torchs}
     assert sorted(own) == OWN
     assert {type(each) for each in own.values()} == {property}
     readme = (Path(__file__).parents[1] / "README.md").read_text()
