@@ -49,6 +49,7 @@ from .step.updates import Updates
 from .structure import Structure
 from .training_state import TrainingState, inside_backward, modules_called
 from .unit import State, Unit
+from .units.kept_views import KeptViews
 from .units.pool import Pool
 
 _LIVE: weakref.WeakKeyDictionary[Schedule, None] = weakref.WeakKeyDictionary()
@@ -94,6 +95,7 @@ class Schedule:
         self.lacks_group = False  # whether it runs on one rank as there was no process group
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # zshard's own
         self.methods = Methods(self)
+        self.kept_views = KeptViews(model, units, pool)
         self.backward = Backward(self)
         for unit in self.units:
             for flat in unit.flats:

@@ -59,6 +59,7 @@ class Unit:
     Attributes:
         full_bytes: of the full buffer, all flats together.
         slot_bytes: what the unit takes of a slot while it is gathered; 0 where it needs none.
+        attached: the slot that the leaves are views of.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Unit:
         self.fired: set[tuple[Flat, int]] = set()  # leaves with their gradient of this backward
         self._comm, self._pool = comm, pool
         self._home: Slot | None = None
-        self._attached: Slot | None = None  # the slot that the leaves are views of
+        self.attached: Slot | None = None
         self._installed = False  # whether the modules hold the whole parameters
         self._gathers: list[Handle] = []
         self._last_gather = Tag(0, "gather", self.label)
@@ -261,7 +262,7 @@ class Unit:
     def _acquire_slot(self, *, move: bool, evict: Callable[[Unit], None]) -> None:
         """Own the home slot, or a new home; see [Note: a unit keeps its slot]."""
         owner = self._home.owner if self._home is not None else None
-        pinned = self._attached is self._home and not move
+        pinned = self.attached is self._home and not move
         # What was gathered ahead and did not come next gives way. In backward so does a unit whose
         # checkpointed region is being recomputed: its recomputation, or the end of a later one,
         # gathers it again; see `Backward.recomputed`.
@@ -280,13 +281,13 @@ class Unit:
             self._home = self._pool.free_slot() or self._pool.grow()
         memory = self._home.memory
         self._pool.take(self._home, self)
-        if self._attached is not self._home:
-            self._attached = None  # until all of it is there
+        if self.attached is not self._home:
+            self.attached = None  # until all of it is there
             for flat in self.flats:
                 flat.full.mark(valid=False)
                 flat.full.attach(memory[: flat.full_bytes].view(flat.dtypes.compute))
                 memory = memory[aligned(flat.full_bytes) :]
-            self._attached = self._home
+            self.attached = self._home
 
     # --- what goes in and out --------------------------------------------------------------------
 

@@ -236,6 +236,7 @@ class Backward:
         with self._interrupted.going_on():
             if self._reduces:
                 self._reducer.run_hooks()
+        self._schedule.kept_views.warn()
 
     # --- exceptions ------------------------------------------------------------------------------
 

@@ -211,6 +211,7 @@ class ForwardHooks:
             self._executor.enter_state(TrainingState.IDLE)
         if not self._watch(self._root, output):
             self._executor.release_all()
+            self._schedule.kept_views.warn()
         # Between forward and backward, user code must meet the sharded parameters everywhere.
         self._root.uninstall()
         return output
@@ -322,12 +323,11 @@ class ForwardHooks:
 
     def _forget_last_forward(self) -> None:
         """Free what a forward without a backward has left gathered, or has an old value."""
-        schedule = self._schedule
         for unit in self._units:
             unit.give_way()
             if unit.outdated:
                 self._executor.reshard(unit)
-        schedule.renew()  # what has not been since the step: another library's optimizer took it
+        self._schedule.renew()  # what was not since the step: another library's optimizer took it
 
 
 class _UnitRef(NamedTuple):

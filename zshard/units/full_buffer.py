@@ -85,6 +85,11 @@ class FullBuffer:
             self.leaves.append(leaf)
             self._watch(index)
 
+    @property
+    def aliases(self) -> int:
+        """Tensors here that lie in the memory."""
+        return 0 if self.base is None else 2 + len(self.leaves)
+
     def _watch(self, index: int) -> None:
         """Hook leaf ``index``, to be called when its gradient is there."""
         leaf = self.leaves[index]

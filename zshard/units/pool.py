@@ -33,6 +33,14 @@ class Slot:
         with torch.inference_mode(False):  # it outlives a first use there
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.owner: Unit | None = None
+        self._alone = 0
+        self._alone = self.lying
+
+    @property
+    def lying(self) -> int:
+        """Tensors that lie in the memory, besides ``memory``."""
+        storage = self.memory.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) - self._alone
 
 
 class Pool:
@@ -81,10 +89,14 @@ class Pool:
         return sum(slot.owner is not None for slot in self.slots)
 
     @property
+    def all_slots(self) -> list[Slot]:
+        """The slots, the root's too."""
+        return [*self.slots, *([self.root_slot] if self.root_slot else [])]
+
+    @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots, the root's too."""
-        slots = [*self.slots, *([self.root_slot] if self.root_slot else [])]
-        return sum(slot.memory.numel() for slot in slots)
+        """Bytes of all slots."""
+        return sum(slot.memory.numel() for slot in self.all_slots)
 
     @property
     def scratch_bytes(self) -> int:
