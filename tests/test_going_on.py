@@ -263,7 +263,7 @@ def test_a_rank_that_has_left_a_meeting_over_the_group_takes_part_in_nothing_mor
     with pytest.raises(RankFailure) as caught:
         run_ranks(leaves_a_meeting, 2, timeout=20, grace=10)
     assert "rank 0 of 2" in str(caught.value)
-    meeting = "agree in agree of unit 'root' (the meeting for a forward) in step 1"
+    meeting = "agree of unit 'root' (the meeting for a forward) in step 1"
     assert f"TimeoutError was raised in it during {meeting}" in str(caught.value)
     assert "start the processes anew" in str(caught.value)
     assert "SIGABRT" not in str(caught.value)

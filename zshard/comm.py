@@ -313,7 +313,7 @@ class Comm:
         self, op: str, sent: int, tag: Tag, over: Ranks, *, on_host: bool = True
     ) -> Iterator[None]:
         """A context for a collective that nobody can wait for again, should it be left."""
-        with self.awaited(f"{op} in {tag}"), self.named_errors(op, tag):
+        with self.awaited(tag.doing(op) + tag.when), self.named_errors(op, tag):
             self._count(op, sent, tag, over)
             recorder = self.recorder
             with recorder.meet(op, tag, sent, on_host=on_host) if recorder else _NOTHING:

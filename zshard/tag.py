@@ -21,6 +21,10 @@ class Tag(NamedTuple):
             return text
         return f"{text} ({'the meeting for ' * (self.phase == 'agree')}{self.about})"
 
+    def doing(self, op: str) -> str:
+        """``op``, a collective that is done for it, and what it is, in words; all but the step."""
+        return self.what if op == self.phase else f"{op} in {self.what}"
+
     @property
     def subject(self) -> str:
         """The shortest name beside the phase's: what it is for, or else the unit."""

@@ -45,7 +45,7 @@ class NamedErrors(NamedTuple):
                 "Another rank has stopped, or runs a different model or order of units; look "
                 "at the first error among the ranks' logs."
             )
-        where = f"{self.op} in {self.tag} failed"
+        where = f"{self.tag.doing(self.op)}{self.tag.when} failed"
         if not missed:  # those that share memory with this rank would else wait for it
             why = f"{where}: {ended.strip().removesuffix('.') or error}"
             for over in self.comm.axes:

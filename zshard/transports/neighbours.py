@@ -65,7 +65,7 @@ class Neighbours(Standing):
         key = op, tag.phase, tag.unit, tag.about
         text = self._texts.get(key)
         if text is None:
-            text = f"{op} in {tag.what}".encode()[: _NOTE_BYTES - 32]
+            text = tag.doing(op).encode()[: _NOTE_BYTES - 32]
             if len(self._texts) == _TEXTS:
                 self._texts.clear()
             self._texts[key] = text
