@@ -162,6 +162,32 @@ def test_set_state_dict_takes_whole_tensors() -> None:
         assert wrong == []
 
 
+def sharded_from_rank_0(rank: int, world_size: int) -> list[str]:
+    """What is said where rank 0 is to send the tensors that torch's own get_... has given."""
+    side = Side("blocks")
+    model = side.model()
+    optimizer = side.make_optimizer(model)
+    weights, states = dsd.get_state_dict(
+        model, optimizer, options=dsd.StateDictOptions(full_state_dict=True)
+    )
+    options = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    said = []
+    for send in (
+        lambda: dsd.set_model_state_dict(model, weights, options=options),
+        lambda: dsd.set_optimizer_state_dict(model, optimizer, states, options=options),
+    ):
+        with pytest.raises(zshard.ShardedAccessError) as error:
+            send()
+        said.append(str(error.value))
+    return said
+
+
+def test_sharded_tensors_are_refused_as_rank_0s_whole_ones_with_what_takes_them() -> None:
+    (said,) = run_ranks(sharded_from_rank_0, 1)
+    for message in said:  # of several ranks it is rank 0's alone, with which the others end
+        assert "'inlet.weight'" in message and "leave out broadcast_from_rank0" in message
+
+
 def test_a_copied_state_dict_keeps_the_values_of_its_time() -> None:
     for precision in ("fp32", "split"):
         side = Side("odd_parameters", precision=precision)

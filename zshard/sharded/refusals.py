@@ -70,6 +70,14 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             "give it a hook, which has this rank's whole gradient (register_hook), or is called "
             "once the reduced one is there (register_post_accumulate_grad_hook)."
         )
+    if "_broadcast_state_dict" in called:
+        raise ShardedAccessError(
+            f"broadcast_from_rank0 sends whole tensors, and {first.fqn!r} is sharded in the "
+            "state_dict of rank 0, as torch's get_model_state_dict, get_optimizer_state_dict and "
+            "get_state_dict give it, also with full_state_dict=True: leave out "
+            "broadcast_from_rank0, and let every rank set what it got. Or pass whole tensors "
+            "(zshard.state_dict(model)), or use zshard.save and zshard.load."
+        )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
         f"{counted(first.local_numel, 'element')}. {_remedy(first)}"
