@@ -7,6 +7,7 @@ where in them.
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from pathlib import Path
 
@@ -56,6 +57,12 @@ LOADS_AT_FOUR = [
     ("a", Side("odd_parameters", "zero1", "split", hsdp=True)),
     ("c", Side("channels_last", "zero3", "bf16", "torch", hsdp=True)),
     ("h", Side("channels_last", "ddp", "bf16", hsdp=True)),
+]
+OPTIONS = [  # of get_state_dict and set_state_dict
+    dict(full_state_dict=True),
+    dict(cpu_offload=True),
+    dict(flatten_optimizer_state_dict=True),
+    dict(ignore_frozen_params=True, strict=False),
 ]
 
 
@@ -159,6 +166,38 @@ def whole_values(rank: int, world_size: int) -> list[str]:
 
 def test_set_state_dict_takes_whole_tensors() -> None:
     for wrong in run_ranks(whole_values, 2):
+        assert wrong == []
+
+
+def steps_from_what_was_given(rank: int, world_size: int) -> list[str]:
+    """Whether a step from what get_state_dict gave, by each option, is the one that came then."""
+    wrong = []
+    batches = models.batches("frozen", 3, rank)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> object:
+        models.loss_of(model, batches[number]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [param.local.tolist() for param in model.parameters()]
+
+    sides = Side("frozen"), Side("frozen", "zero1", "split"), Side("frozen", "ddp", "fp32", "torch")
+    for side, given in itertools.product(sides, OPTIONS):
+        model, options = side.model(), dsd.StateDictOptions(**given)
+        optimizer = side.make_optimizer(model)
+        step(model, optimizer, 0)
+        got = copy.deepcopy(dsd.get_state_dict(model, optimizer, options=options))
+        wanted = step(model, optimizer, 1)
+        step(model, optimizer, 2)
+        dsd.set_state_dict(
+            model, optimizer, model_state_dict=got[0], optim_state_dict=got[1], options=options
+        )
+        if step(model, optimizer, 1) != wanted:
+            wrong.append(f"{side} {given}")
+    return wrong
+
+
+def test_what_get_state_dict_gives_by_any_option_is_what_training_goes_on_from() -> None:
+    for wrong in run_ranks(steps_from_what_was_given, 2):
         assert wrong == []
 
 
