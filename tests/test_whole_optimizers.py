@@ -169,3 +169,22 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_with_the_way_out(
 
     with pytest.raises(zshard.ShardedAccessError, match=r"takes ones of your own.*full_params"):
         optimizer.step(closure)
+
+
+def steps_of_some(rank: int, world_size: int) -> tuple[str, bool]:
+    """What torch's ZeroRedundancyOptimizer meets, and whether the step has changed nothing."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
+
+    model = zshard.wrap(Blocks())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    before = zshard.state_dict(model, all_ranks=True)
+    loss_of(model, torch.ones(2, 3)).backward()
+    with pytest.raises(zshard.OptimizerError) as error:
+        optimizer.step()
+    after = zshard.state_dict(model, all_ranks=True)
+    return str(error.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_optimizer_that_steps_each_parameter_on_one_rank_is_refused_before_its_step() -> None:
+    for message, unchanged in run_ranks(steps_of_some, 2):
+        assert "give SGD the parameters" in message and unchanged

@@ -47,7 +47,7 @@ def _before_step(
 
     Raises:
         OptimizerError: if it has states of whole tensors for sharded parameters, or others' shards;
-            if nothing of the model would change.
+            if nothing of the model would change; if it steps each parameter on one rank alone.
         StateError: if no_sync holds back a gradient; as ``Backward.require_gradients``.
     """
     # A closure runs the last backward of the step, which may be the one that reduces.
@@ -58,6 +58,12 @@ def _before_step(
     if isinstance(optimizer, FusedOptimizer):
         return
     schedules = dict.fromkeys(p.flat.schedule for p in params if isinstance(p, Sharded))
+    if schedules and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise OptimizerError(
+            "ZeroRedundancyOptimizer steps each parameter on one rank, and of a sharded one every "
+            "rank has a part. zshard.wrap takes its place: leave it out, and give "
+            f"{optimizer.optim.__class__.__name__} the parameters."  # type: ignore[attr-defined]
+        )
     if not has_closure:
         refuse_parameters_of_a_copy(params)
         for schedule in schedules:
