@@ -114,3 +114,19 @@ def test_an_attribute_that_a_sharded_parameter_has_itself_is_refused_by_name(nam
         setattr(layer.bias, name, "mine")
     layer(torch.ones(3, 4)).sum().backward()
     assert layer.bias.grad is not None
+
+
+def test_a_parameter_whose_contents_were_swapped_is_refused_until_they_are_swapped_back() -> None:
+    """The object stays in its module, but what it holds is not what the unit computes with."""
+    model = zshard.wrap(models.Blocks())
+    x = models.batches("blocks", 1, 0)[0]
+    up = model.blocks[0].up.weight
+    others = [nn.Parameter(torch.zeros(up.shape)), model.blocks[1].up.weight]
+    others.append(zshard.wrap(models.Blocks()).blocks[0].up.weight)
+    for other in others:
+        torch.utils.swap_tensors(up, other)
+        for use in (lambda: model(x), lambda: zshard.full_params(model).__enter__()):
+            with pytest.raises(zshard.StateError, match=r"up\.weight \(.* replaced .*swap_tensors"):
+                use()
+        torch.utils.swap_tensors(up, other)
+        models.loss_of(model, x).backward()

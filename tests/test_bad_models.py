@@ -54,6 +54,12 @@ def test_a_parameter_that_asks_for_gradients_of_another_dtype_is_refused_by_name
     assert type(model.inlet.weight) is nn.Parameter
     model.inlet.weight.grad_dtype = torch.float32
     goes_on(zshard.wrap(model))
+    for asked in (torch.bfloat16, None):
+        match = rf"inlet\.weight: \.grad_dtype = {asked}.*Precision\(reduce="
+        with pytest.raises(zshard.StateError, match=match):
+            model.inlet.weight.grad_dtype = asked
+    model.inlet.weight.grad_dtype = torch.float32
+    assert model.inlet.weight.grad_dtype == torch.float32
 
 
 def test_a_model_with_gradients_is_refused_until_they_are_dropped() -> None:

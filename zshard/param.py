@@ -43,7 +43,7 @@ class Sharded(torch.Tensor):
 
     _local: torch.Tensor | None
     _flat: Flat
-    _segment: int
+    _segment: int  # its index in the flat buffer
     _of_model: bool  # whether it is the parameter itself
     _is_param: bool  # what isinstance(x, nn.Parameter) looks at; nn.Parameter sets it on a copy too
 
@@ -82,7 +82,6 @@ class Sharded(torch.Tensor):
     # Not to be set: an attribute of the user's of such a name is an error. (It would hide a method:
     # those begin with an underscore.) Read for every parameter in every step, so by C alone.
     flat: Flat = property(attrgetter("_flat"))  # type: ignore[assignment]
-    # Index of its segment in the flat buffer.
     segment: int = property(attrgetter("_segment"))  # type: ignore[assignment]
 
     @property
@@ -125,6 +124,19 @@ class Sharded(torch.Tensor):
                 self.flat.leave_data(self.segment)
             with torch.no_grad():
                 self.copy_(value)
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The parameter's dtype; not to be set, as no gradient comes to it from autograd."""
+        return self.dtype
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        if value != self.dtype:
+            raise StateError(
+                f"{self.fqn}: .grad_dtype = {value}, but gradients come in the dtype of compute; "
+                "pass wrap zshard.Precision(reduce=...) for the dtype of their reduction and sum."
+            )
 
     @property
     def requires_grad(self) -> bool:
@@ -336,15 +348,3 @@ class ShardedGrad(Sharded):
         self.flat.grads.before_access(self.segment)
         assert self._local is not None
         return self._local
-
-
-class LostGrad(Sharded):
-    """A gradient that was dropped before it was reduced, and kept by the user."""
-
-    @property
-    def local(self) -> NoReturn:
-        """No rank has it."""
-        raise StateError(
-            f"{self.fqn}: this gradient was dropped while zshard.no_sync held it back, and was "
-            "never reduced"
-        )

@@ -12,11 +12,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ..param import LostGrad, Sharded, ShardedGrad
+from ..errors import StateError
+from ..param import Sharded, ShardedGrad
 from .storage import shares
 
 if TYPE_CHECKING:
@@ -38,6 +39,18 @@ class Aliases:
         """Those of segment ``index`` that somebody still has; they are forgotten."""
         known, self._known[index] = self._known[index], []
         return [alias for each in known if (alias := each()) is not None]
+
+
+class LostGrad(Sharded):
+    """A gradient that was dropped before it was reduced, and kept by the user."""
+
+    @property
+    def local(self) -> NoReturn:
+        """No rank has it."""
+        raise StateError(
+            f"{self.fqn}: this gradient was dropped while zshard.no_sync held it back, and was "
+            "never reduced"
+        )
 
 
 class GradObjects:

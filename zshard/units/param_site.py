@@ -30,13 +30,19 @@ class ParamSite:
             StateError: if it holds something else.
         """
         param: torch.Tensor = self.flat.params[self.segment]
-        if self.module._parameters.get(self.attribute) is not param:
+        of = param.__dict__  # of its contents, which swap_tensors may have exchanged
+        if (
+            self.module._parameters.get(self.attribute) is not param
+            or of.get("_flat") is not self.flat
+            or of["_segment"] != self.segment
+            or not of["_of_model"]
+        ):
             name = self.flat.names[self.segment]
             raise StateError(
                 f"{name} ({self.attribute} of a {type(self.module).__name__}) "
-                "was replaced after zshard.wrap (by an assignment, or torch.func.functional_call). "
-                "Change values inside zshard.full_params(model, write=True); change modules before "
-                "wrapping."
+                "was replaced after zshard.wrap (by an assignment, torch.func.functional_call, or "
+                "torch.utils.swap_tensors). Change values inside zshard.full_params(model, "
+                "write=True); change modules before wrapping."
             )
 
     def install(self, param: torch.Tensor) -> None:
