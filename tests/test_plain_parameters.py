@@ -44,3 +44,16 @@ def test_a_graph_that_was_made_before_a_step_is_refused_behind_it_as_torch_does(
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, zshard.Adam])
+def test_what_torchs_optimizer_can_do_besides_is_taken_if_unused_and_refused_by_name_else(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """A script that names torch's optimizer with all of its arguments goes on with ours."""
+    params = [nn.Parameter(torch.ones(2))]
+    flags = {"differentiable", "capturable"} if kind is not zshard.SGD else {"differentiable"}
+    kind(params, maximize=False, foreach=None, fused=None, **dict.fromkeys(flags, False))
+    for flag in flags:
+        with pytest.raises(zshard.InputError, match=rf"{flag}=True .*optim\.{kind.__name__} has"):
+            kind(params, **{flag: True})

@@ -29,6 +29,16 @@ def _not_negative(group: Mapping[str, Any], *names: str) -> None:
         raise InputError(f"{given}: none may be negative, or NaN")
 
 
+def _refuse(kind: str, **flags: bool) -> None:
+    for name, value in flags.items():
+        if value:
+            works = " and works on wrapped models" if name in ("amsgrad", "maximize") else ""
+            raise InputError(
+                f"{name}=True is not available in zshard's optimizers; torch.optim.{kind} has it"
+                f"{works}"
+            )
+
+
 class _FusedAdam(FusedOptimizer):
     """Adam's two variants share everything but the place of the weight decay."""
 
@@ -43,13 +53,7 @@ class _FusedAdam(FusedOptimizer):
         weight_decay: float,
         **others: bool,
     ) -> None:
-        for name, value in others.items():
-            if value:
-                raise InputError(
-                    f"{name}=True is not available in zshard's optimizers; "
-                    f"torch.optim.{'AdamW' if self._decoupled else 'Adam'} has it and works on "
-                    "wrapped models"
-                )
+        _refuse("AdamW" if self._decoupled else "Adam", **others)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def _check(self, group: Mapping[str, Any]) -> None:
@@ -85,14 +89,14 @@ class AdamW(_FusedAdam):
         betas: decay rates of the averages of the gradient and of its square.
         eps: added to the denominator.
         weight_decay: per step, times lr.
-        amsgrad, maximize: True is refused.
+        amsgrad, maximize, capturable, differentiable: True is refused.
         foreach, fused: taken for torch's sake; there is one way to launch.
 
     The states, exp_avg and exp_avg_sq, are fp32, or fp64 of float64 parameters, and sharded like
     their parameter. (Those parameters are updated by operations of torch, not in the one pass.)
 
     Raises:
-        InputError: a hyper-parameter out of range; amsgrad or maximize.
+        InputError: a hyper-parameter out of range; what is refused.
         OptimizerError: from ``step``; see there.
 
     Example:
@@ -118,9 +122,13 @@ class AdamW(_FusedAdam):
         amsgrad: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad=amsgrad, maximize=maximize)
+        refused = dict(amsgrad=amsgrad, maximize=maximize)
+        refused |= dict(capturable=capturable, differentiable=differentiable)
+        super().__init__(params, lr, betas, eps, weight_decay, **refused)
 
 
 class Adam(_FusedAdam):
@@ -142,9 +150,13 @@ class Adam(_FusedAdam):
         amsgrad: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad=amsgrad, maximize=maximize)
+        refused = dict(amsgrad=amsgrad, maximize=maximize)
+        refused |= dict(capturable=capturable, differentiable=differentiable)
+        super().__init__(params, lr, betas, eps, weight_decay, **refused)
 
 
 class SGD(FusedOptimizer):
@@ -158,10 +170,12 @@ class SGD(FusedOptimizer):
         weight_decay: added to the gradient, times the parameter.
         nesterov: look ahead along the momentum (Sutskever et al. 2013).
         maximize: go up instead of down.
+        differentiable: True is refused.
         foreach, fused: taken for torch's sake; there is one way to launch.
 
     Raises:
-        InputError: a hyper-parameter out of range; nesterov without momentum or with dampening.
+        InputError: a hyper-parameter out of range; nesterov without momentum or with dampening;
+            differentiable.
         OptimizerError: from ``step``; see there.
     """
 
@@ -176,8 +190,10 @@ class SGD(FusedOptimizer):
         *,
         maximize: bool = False,
         foreach: bool | None = None,
+        differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        _refuse("SGD", differentiable=differentiable)
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening)
         defaults |= dict(weight_decay=weight_decay, nesterov=nesterov, maximize=maximize)
         super().__init__(params, defaults)
