@@ -5,6 +5,7 @@ So is a model that one of its methods calls.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -267,6 +268,25 @@ def test_a_unit_with_a_tied_weight_is_called_in_a_method() -> None:
     zshard.method(model, "encode")
     model.encode(torch.ones(5, 4)).sum().backward()
     assert zshard.full_grad(model, "encoder.weight") is not None
+
+
+class Streaming(Part):
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.inlet(x)
+
+    def listed(self, x: Tensor) -> list[Tensor]:
+        return list(self.stream(x))
+
+
+def test_a_generator_is_told_to_run_inside_a_method_and_does_so_there() -> None:
+    model = zshard.wrap(Streaming())
+    zshard.method(model, "stream")
+    match = r"stream\(\) is a generator.*Go through it in a method"
+    with pytest.raises(zshard.ShardedAccessError, match=match):
+        list(model.stream(torch.ones(5, 4)))
+    zshard.method(model, "listed")
+    model.listed(torch.ones(5, 4))[0].sum().backward()
+    assert zshard.full_grad(model, "inlet.weight") is not None
 
 
 class Reading(nn.Module):

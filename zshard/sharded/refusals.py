@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -33,6 +34,9 @@ WHOLE_TENSORS = (
 
 # Of torch, what looks for the node of the graph that accumulates a parameter's gradient.
 _NEED_THE_NODE = ("register_multi_grad_hook", "get_gradient_edge", "_apply_optimizer_in_backward")
+
+# Code that runs when what its call has made is asked to go on.
+_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _LOOKS_AT = "What only looks at values, as a hook, can do so between steps, with zshard.full_param."
 
@@ -169,7 +173,14 @@ def _remedy(param: Sharded) -> str:
             "module.forward(...), gathers. Its other methods work where it is no unit (units=). "
             f"{_LOOKS_AT}"
         )
-    if method := _method_at_work(param.flat.schedule.root.module):
+    if frame := _method_at_work(param.flat.schedule.root.module):
+        method = frame.f_code.co_name
+        if frame.f_code.co_flags & _LATER:
+            return (
+                f"The model's {method}() is a generator, or a coroutine, and computes behind the "
+                "end of its call, outside of a forward. Go through it in a method that "
+                "zshard.method(model, name) has gather."
+            )
         return (
             f"The model's {method}() uses it outside of a forward: call zshard.method(model, "
             f"{method!r}) once, and it gathers what it computes with; or, to read or write "
@@ -203,14 +214,14 @@ def _a_forward_of(unit: Unit) -> str:
     )
 
 
-def _method_at_work(model: torch.nn.Module) -> str:
-    """The innermost public method of ``model``, none of nn.Module's, that calls this; or "".
+def _method_at_work(model: torch.nn.Module) -> FrameType | None:
+    """The innermost public method of ``model``, none of nn.Module's, that calls this.
 
     Those further out may be a whole training loop, which cannot gather as one.
     """
-    own = set(dir(type(model))) - set(dir(torch.nn.Module))
-    methods = (f.f_code.co_name for f in _callers() if f.f_locals.get("self") is model)
-    return next((name for name in methods if name in own and not name.startswith("_")), "")
+    own = {name for name in dir(type(model)) if name[0] != "_"} - set(dir(torch.nn.Module))
+    methods = (frame for frame in _callers() if frame.f_locals.get("self") is model)
+    return next((frame for frame in methods if frame.f_code.co_name in own), None)
 
 
 def _callers() -> Iterator[FrameType]:
