@@ -5,17 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from odd import INPUT, Stacked
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard.units import kept_views
+from zshard.units.kept_views import KeptViews
+from zshard.units.pool import Slot
 from zshard.wrap import schedule_of
 
 
@@ -139,12 +144,45 @@ def kept_by_graphs(rank: int, world_size: int, made: type[Stacked], block: type[
 
 
 @pytest.mark.parametrize(
-    ("made", "block"), [(Stacked, ByHand), (Stacked, OnContext), (Recomputed, ByHand)]
+    ("made", "block"),
+    [(Stacked, ByHand), (Stacked, OnContext), (Recomputed, ByHand)],
 )
 def test_what_a_graph_keeps_is_not_warned_of_and_not_sought_at_every_step(
     made: type[Stacked], block: type[nn.Module]
 ) -> None:
     run_ranks(kept_by_graphs, 2, made, block)
+
+
+class Own(Tensor):
+    """Has a storage that is nobody's business."""
+
+    def untyped_storage(self) -> Any:
+        raise LookupError("asked for it")
+
+
+class OfBytes(TorchFunctionMode):
+    """Refuses what is done with other tensors than slots and their views."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args[0].dtype is not torch.uint8:
+            raise LookupError(f"asked of {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_else_there_is_in_the_process_is_not_asked() -> None:
+    slot = Slot(64, torch.device("cpu"))
+    others = [
+        torch.ones(2).as_subclass(Own),
+        WeakKeyDictionary.__new__(WeakKeyDictionary),  # another thread may be about to fill it
+        torch._C._FunctionBase(),
+        torch.eye(2).to_sparse(),
+    ]
+    model = nn.Module()
+    model.kept = slot.memory[3:]
+    views = KeptViews(model, [], SimpleNamespace(all_slots=[slot]))
+    with pytest.warns(match=r"\(61,\) of a parameter in attribute 'kept'"), OfBytes():
+        views.warn()
+    assert len(others) == 4
 
 
 class Around(nn.Module):

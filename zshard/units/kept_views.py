@@ -22,8 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .leaf import as_autograd_sees
-from .storage import shares
+from .storage import storage_of
 
 if TYPE_CHECKING:
     from ..unit import Unit
@@ -60,7 +59,8 @@ class KeptViews:
         if foreign <= 2 * self._sought.get(slot, 0):
             return
         self._sought[slot] = foreign
-        with as_autograd_sees():
+        # What else there is in the process is neither asked nor shown to anybody.
+        with torch._C.DisableTorchFunction():
             views = _views_in(slot, flats)
             named = [
                 f"{tuple(view.shape)} of {_some(_parameters(view, flats), ' or ')} in {_some(held)}"
@@ -117,20 +117,20 @@ def _passing_holders() -> set[int]:
     ids = set()
     for thing in gc.get_objects():
         kind = type(thing)
-        if issubclass(kind, torch._C._FunctionBase):
-            ids |= {id(thing), id(vars(thing))}
-        elif kind is WeakKeyDictionary:
-            ids.add(id(thing.data))
-        elif kind is FrameType:
+        if kind is FrameType:
             ids.add(id(thing))
+        elif kind is WeakKeyDictionary or issubclass(kind, torch._C._FunctionBase):
+            own = getattr(thing, "__dict__", {})
+            ids |= {id(thing), id(own), id(own.get("data"))}
     return ids
 
 
 def _lies_in(slot: Slot, tensor: torch.Tensor) -> bool:
-    try:
-        return shares(tensor, slot.memory)
-    except (NotImplementedError, RuntimeError):  # without a storage of its own
+    try:  # not by what its class has made of untyped_storage
+        storage = torch.Tensor.untyped_storage(tensor)
+    except RuntimeError:  # without a storage of its own
         return False
+    return int(storage._cdata) == storage_of(slot.memory)
 
 
 def _parameters(view: torch.Tensor, flats: Sequence[Flat]) -> list[str]:
