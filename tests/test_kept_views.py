@@ -66,6 +66,25 @@ class OnContext(ByHand):
         return Contextual.apply(x, self.weight.t())
 
 
+class ByObjects(torch.autograd.Function):
+    """Keeps views in what its context holds, which a backward does not free either."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.pair, ctx.state = (None, weight), SimpleNamespace(weight=weight.detach())
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        weight = ctx.pair[1]
+        return grad @ weight.t(), INPUT.flatten(0, 1).t() @ grad.flatten(0, 1)
+
+
+class InObjects(ByHand):
+    def forward(self, x: Tensor) -> Tensor:
+        return ByObjects.apply(x, self.weight.t())
+
+
 class Recomputed(Stacked):
     """Recomputes more than a backward through what it returns reads."""
 
@@ -145,7 +164,7 @@ def kept_by_graphs(rank: int, world_size: int, made: type[Stacked], block: type[
 
 @pytest.mark.parametrize(
     ("made", "block"),
-    [(Stacked, ByHand), (Stacked, OnContext), (Recomputed, ByHand)],
+    [(Stacked, ByHand), (Stacked, OnContext), (Stacked, InObjects), (Recomputed, ByHand)],
 )
 def test_what_a_graph_keeps_is_not_warned_of_and_not_sought_at_every_step(
     made: type[Stacked], block: type[nn.Module]

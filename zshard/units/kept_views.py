@@ -111,8 +111,8 @@ def _views_in(slot: Slot, flats: Sequence[Flat]) -> list[torch.Tensor]:
 def _passing_holders() -> set[int]:
     """The ids of what holds things only as long as a graph, or a call, is there.
 
-    That are the contexts of functions of autograd, weak dictionaries, in which checkpointing has
-    what it has recomputed, and frames, which may be ours.
+    These are the contexts of functions of autograd, with the lists and objects there; weak
+    dictionaries, in which checkpointing has what it has recomputed; and frames, which may be ours.
     """
     ids = set()
     for thing in gc.get_objects():
@@ -121,7 +121,8 @@ def _passing_holders() -> set[int]:
             ids.add(id(thing))
         elif kind is WeakKeyDictionary or issubclass(kind, torch._C._FunctionBase):
             own = getattr(thing, "__dict__", {})
-            ids |= {id(thing), id(own), id(own.get("data"))}
+            held = list(own.values())
+            ids.update(map(id, (thing, own, *held, *gc.get_referents(*held))))
     return ids
 
 
