@@ -171,12 +171,16 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_with_the_way_out(
         optimizer.step(closure)
 
 
-def steps_of_some(rank: int, world_size: int) -> tuple[str, bool]:
-    """What torch's ZeroRedundancyOptimizer meets, and whether the step has changed nothing."""
+def steps_of_some(rank: int, world_size: int, overlaps: bool) -> tuple[str, bool]:
+    """What one of torch's ZeroRedundancyOptimizer meets, and whether the step changed nothing."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
 
+    class Derived(ZeroRedundancyOptimizer):
+        pass
+
     model = zshard.wrap(Blocks())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    # Where it overlaps with DDP, it has no optimizer of its own yet.
+    optimizer = Derived(model.parameters(), torch.optim.SGD, overlap_with_ddp=overlaps, lr=0.1)
     before = zshard.state_dict(model, all_ranks=True)
     loss_of(model, torch.ones(2, 3)).backward()
     with pytest.raises(zshard.OptimizerError) as error:
@@ -185,6 +189,9 @@ def steps_of_some(rank: int, world_size: int) -> tuple[str, bool]:
     return str(error.value), all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_an_optimizer_that_steps_each_parameter_on_one_rank_is_refused_before_its_step() -> None:
-    for message, unchanged in run_ranks(steps_of_some, 2):
-        assert "give SGD the parameters" in message and unchanged
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_optimizer_that_steps_each_parameter_on_one_rank_is_refused_before_its_step(
+    overlaps: bool,
+) -> None:
+    for message, unchanged in run_ranks(steps_of_some, 2, overlaps):
+        assert "give its optimizer_class the parameters" in message and unchanged

@@ -58,11 +58,12 @@ def _before_step(
     if isinstance(optimizer, FusedOptimizer):
         return
     schedules = dict.fromkeys(p.flat.schedule for p in params if isinstance(p, Sharded))
-    if schedules and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if schedules and "ZeroRedundancyOptimizer" in kinds:
         raise OptimizerError(
             "ZeroRedundancyOptimizer steps each parameter on one rank, and of a sharded one every "
-            "rank has a part. zshard.wrap takes its place: leave it out, and give "
-            f"{optimizer.optim.__class__.__name__} the parameters."  # type: ignore[attr-defined]
+            "rank has a part. zshard.wrap takes its place: leave it out, and give its "
+            "optimizer_class the parameters."
         )
     if not has_closure:
         refuse_parameters_of_a_copy(params)
