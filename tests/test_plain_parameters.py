@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -50,10 +52,13 @@ def test_a_graph_that_was_made_before_a_step_is_refused_behind_it_as_torch_does(
 def test_what_torchs_optimizer_can_do_besides_is_taken_if_unused_and_refused_by_name_else(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    """A script that names torch's optimizer with all of its arguments goes on with ours."""
+    """A script that gives torch's optimizer all of its arguments goes on with ours."""
     params = [nn.Parameter(torch.ones(2))]
-    flags = {"differentiable", "capturable"} if kind is not zshard.SGD else {"differentiable"}
-    kind(params, maximize=False, foreach=None, fused=None, **dict.fromkeys(flags, False))
-    for flag in flags:
-        with pytest.raises(zshard.InputError, match=rf"{flag}=True .*optim\.{kind.__name__} has"):
+    _, *takes = inspect.signature(getattr(torch.optim, kind.__name__)).parameters.values()
+    kind(params, **{each.name: each.default for each in takes})
+    kind(params, *(each.default for each in takes if each.kind is each.POSITIONAL_OR_KEYWORD))
+    refused = {"capturable", "differentiable", "decoupled_weight_decay"}
+    for flag in refused & {each.name for each in takes}:
+        match = rf"{flag}=True .*(optim\.{kind.__name__}|zshard\.AdamW) has"
+        with pytest.raises(zshard.InputError, match=match):
             kind(params, **{flag: True})

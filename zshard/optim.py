@@ -118,8 +118,8 @@ class AdamW(_FusedAdam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
         amsgrad: bool = False,
+        *,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -134,7 +134,7 @@ class AdamW(_FusedAdam):
 class Adam(_FusedAdam):
     """Adam (Kingma & Ba 2015, algorithm 1), with L2 regularisation where weight_decay is not 0.
 
-    Arguments and errors as for ``AdamW``.
+    Arguments and errors as for ``AdamW``, which ``decoupled_weight_decay=True`` would be: refused.
     """
 
     _decoupled = False
@@ -146,14 +146,19 @@ class Adam(_FusedAdam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
         amsgrad: bool = False,
+        *,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
     ) -> None:
+        if decoupled_weight_decay:
+            raise InputError(
+                "decoupled_weight_decay=True is not available in zshard.Adam; zshard.AdamW has it"
+            )
         refused = dict(amsgrad=amsgrad, maximize=maximize)
         refused |= dict(capturable=capturable, differentiable=differentiable)
         super().__init__(params, lr, betas, eps, weight_decay, **refused)
