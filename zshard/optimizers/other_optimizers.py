@@ -58,6 +58,7 @@ def _before_step(
     if isinstance(optimizer, FusedOptimizer):
         return
     schedules = dict.fromkeys(p.flat.schedule for p in params if isinstance(p, Sharded))
+    # By name: to import it takes long, and warns.
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     if schedules and "ZeroRedundancyOptimizer" in kinds:
         raise OptimizerError(
