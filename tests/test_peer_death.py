@@ -135,7 +135,7 @@ def test_a_rank_killed_at_any_phase_is_named_on_the_others_at_once(
             assert "wrap" in said or "all_gather_object" in said
         else:
             assert re.search(r"rank 1 \(process \d+\) has ended\. It was seen last at", said), said
-            assert re.search(r"in \w+ of unit '.+'.* in step \d+ failed", said), said
+            assert re.search(r"\w+ of unit '.+'.* in step \d+ failed", said), said
     assert_none_left(before)
 
 

@@ -38,7 +38,7 @@ class Slot:
 
     @property
     def lying(self) -> int:
-        """Tensors that lie in the memory, besides ``memory``."""
+        """Tensors that lie in the memory, besides ``memory``; for [Note: kept views]."""
         storage = self.memory.untyped_storage()
         return torch._C._storage_Use_Count(storage._cdata) - self._alone
 
