@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 
 import models
 import pytest
+import slots
 import torch
 from ranks import run_ranks
 from steps import batch, build
@@ -155,6 +156,8 @@ def play(rank: int, world_size: int, seed: int) -> tuple[str, list, list]:
         player = Player(side, name, rank)
         for action in actions:
             getattr(player, action)()
+        if is_wrapped:
+            slots.assert_all_ours(model)
         logs.append(player.log)
     return f"{name} {options} {' '.join(actions)}", logs[1], logs[0]
 
@@ -204,6 +207,7 @@ def fall(rank: int, world_size: int, seed: int, options: dict[str, object]) -> t
         finally:
             for handle in handles:
                 handle.remove()
+    slots.assert_all_ours(model)
     return made, [zshard.full_param(model, name) for name, _ in model.named_parameters()]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import models
 import pytest
+import slots
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -229,6 +230,7 @@ class Player:
         zshard.load(path, self._model, self._optimizer)
 
     def finish(self) -> list[tuple[str, Tensor]]:
+        slots.assert_all_ours(self._model)
         state = zshard.state_dict(self._model, all_ranks=True)
         return self.log + [(name, value.clone()) for name, value in state.items()]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import models
 import pytest
+import slots
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -255,6 +256,8 @@ class Player:
         return [("norm", norm)]
 
     def values(self) -> list[tuple[str, Tensor]]:
+        for model in self._models:
+            slots.assert_all_ours(model)
         states = [zshard.state_dict(each, all_ranks=True) for each in self._models]
         return [
             (f"{index}: {name}", value.clone())

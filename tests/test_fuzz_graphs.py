@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
+import slots
 import torch
 from ranks import run_ranks
 from steps import mean_gradient
@@ -176,6 +177,7 @@ def play(rank: int, world_size: int, seed: int) -> tuple[str, list[str]]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        slots.assert_all_ours(model)
     return f"{options} {unlike=} {plain}", wrong
 
 

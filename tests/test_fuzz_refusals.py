@@ -16,6 +16,7 @@ from typing import Any
 
 import models
 import pytest
+import slots
 import torch
 from ranks import run_ranks
 from test_fuzz_exceptions import Bomb, Injected
@@ -264,6 +265,8 @@ class Player:
         return [{name: value.clone() for name, value in state.items()} for state in states]
 
     def values(self) -> list[tuple[str, Tensor]]:
+        for model in self._models:
+            slots.assert_all_ours(model)
         return [item for state in self._states() for item in state.items()]
 
 
