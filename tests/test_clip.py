@@ -273,7 +273,7 @@ def look_on_one_rank(rank: int, world_size: int, norm_type: float, look: bool) -
         if look and rank == 0:
             parameter = model.get_parameter("outlet.bias")
             parameter.grad.local.abs()  # applies what is pending on this rank
-            assert parameter.flat.schedule.reducer.grad_scale is None
+            assert parameter.flat.schedule.totals.grad_scale is None
     return norms
 
 

@@ -87,7 +87,7 @@ def arm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, phase: str) ->
     elif phase == "pack":
         gradient.ops.pack_ = die
     elif phase == "clip":
-        schedule.reducer.scale_by = die
+        schedule.totals.scale_by = die
     elif phase == "step":
         optimizer.step = die
 

@@ -83,6 +83,7 @@ class Schedule:
         self.precision, self.root, self.device = precision, units[0], device
         self.updates = Updates(self.flats, comm)
         self.reducer = Reducer(self.flats, comm, pool, self.updates, device)
+        self.totals = self.reducer.totals
         callable_alone = [(unit.name, unit.module) for unit in units]
         self.module_buffers = ModuleBuffers(callable_alone, comm)
         self.structure = Structure(callable_alone)

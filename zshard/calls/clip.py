@@ -76,11 +76,11 @@ def clip_grad_norm_(
     limit = _limit(max_norm, dtype)
     norm_type = _positive(norm_type)
     schedule.backward.require_gradients()
-    everything = schedule.reducer.covers(params)
+    everything = schedule.totals.covers(params)
     if everything:
         for param in schedule.parameters():
             param.flat.grads.refuse_held_back(param.segment)
-    known = schedule.reducer.squares() if everything and norm_type == 2.0 else None
+    known = schedule.totals.squares() if everything and norm_type == 2.0 else None
     if known is None:
         norm = _norm(schedule, params, norm_type).to(dtype)
         factor = _factor(norm, limit)
@@ -97,7 +97,7 @@ def clip_grad_norm_(
         what = "max_norm, norm_type and the parameters clipped"
         schedule.updates.note(what, given, of_gradients=True)
     if everything:
-        schedule.reducer.scale_by(factor)
+        schedule.totals.scale_by(factor)
     else:
         for param in params:
             if (grad := param.grad) is not None:
@@ -114,7 +114,7 @@ def _known_norm_and_factor(
     """The 2-norm, 0-d, and what clips to ``limit``, (1,) or 0-d, both of ``dtype``; in one launch.
 
     Args:
-        squares, scale: see ``Reducer.squares``.
+        squares, scale: see ``Totals.squares``.
     """
     norm = torch.empty(1, dtype=dtype, device=squares.device)
     factor = torch.empty_like(norm)
@@ -182,7 +182,7 @@ def _which(params: list[Sharded]) -> str:
 
 def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
     """The p-norm of the parameters' gradients over all ranks, 0-d fp64."""
-    maximum, scale = math.isinf(p), schedule.reducer.grad_scale
+    maximum, scale = math.isinf(p), schedule.totals.grad_scale
     pending = 1.0 if scale is None else scale.double()
     powers = []
     for param in params:

@@ -129,7 +129,7 @@ class FusedOptimizer(Optimizer):
         if not any(active):
             return
         schedule = kind.schedule
-        grad_scale = None if schedule is None else schedule.reducer.grad_scale
+        grad_scale = None if schedule is None else schedule.totals.grad_scale
         if grad_scale is not None:
             grad_scale = grad_scale.to(torch.float64 if kind.wide else torch.float32)
         with nullcontext() if schedule is None else schedule.executor.doing("step", schedule.root):

@@ -128,7 +128,7 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 verdict = (known != 0).float()
                 if divide:
-                    schedule.reducer.scale_by(factor, unscales=True)
+                    schedule.totals.scale_by(factor, unscales=True)
             found = torch.maximum(found.to(schedule.device), verdict)
             if plain or known is None:
                 call = "a look for gradients that are not finite"
@@ -150,7 +150,7 @@ def _shares(params: Sequence[torch.Tensor], *, divide: bool) -> list[_Share]:
     for schedule, given in models.items():
         schedule.backward.require_gradients()
         present = [param for param in given if has_grad(param)]
-        known = schedule.reducer.non_finite if schedule.reducer.covers(present) else None
+        known = schedule.totals.non_finite if schedule.totals.covers(present) else None
         for param in present:
             if known is None and divide and param.flat.dtypes.reduce == torch.float16:
                 raise InputError(
@@ -174,5 +174,5 @@ def _check_and_multiply(params: Sequence[Sharded], factor: torch.Tensor) -> torc
     for grads in shards.values():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
     for schedule in {param.flat.schedule for param in params}:
-        schedule.reducer.forget_norm()
+        schedule.totals.note_change()
     return found

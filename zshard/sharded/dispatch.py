@@ -136,7 +136,7 @@ def _copy(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> 
 def _zero_held_back(sharded: list[Sharded]) -> None:
     for grad in sharded:
         if isinstance(grad, ShardedGrad):
-            grad.flat.schedule.reducer.before_zeroing(grad.flat, grad.segment)
+            grad.flat.schedule.totals.before_zeroing(grad.flat, grad.segment)
             grad.flat.grads.zero_held_back(grad.segment)
 
 

@@ -118,7 +118,7 @@ class Backward:
         self._apply_trained_changes()
         # Beside what is reduced already, one rank holds nothing back: a plain model, too, adds one
         # gradient after the other to what is there.
-        self._reduces = self.sync or (self._executor.alone and self._reducer.has_gradients)
+        self._reduces = self.sync or (self._executor.alone and self._schedule.totals.has_gradients)
         self._interrupted = Interrupted(self._schedule)
         others = [each._agreement for each in self._begun if each is not self and not each.raised]
         for other in others:

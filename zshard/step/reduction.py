@@ -10,8 +10,7 @@ is not finite, which parameters have a gradient on any rank, and which ranks' ba
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 
@@ -19,7 +18,6 @@ import torch
 
 from ..comm import Comm
 from ..errors import StateError
-from ..param import Sharded
 from ..tag import Tag
 from ..transports.refusal import attempt, raise_together
 from ..unit import Unit
@@ -27,6 +25,7 @@ from ..units.flat import Flat
 from ..units.pool import Pool, Scratch
 from .outcome import Ending, Outcome, OutcomeSum
 from .pending_reduction import PendingReduction, ReduceBuffers
+from .totals import Totals
 from .updates import Updates
 
 Doing = Callable[[str, Unit], AbstractContextManager[None]]  # ``Executor.doing``
@@ -60,12 +59,7 @@ class Reducer:
         self._present: dict[Flat, list[bool]] = {}
         self._ending = Ending.WELL  # of the last backward
         self._outcome: OutcomeSum | None = None  # until ``read_outcome`` has taken it in
-        self._sum_of_squares: torch.Tensor | None = None  # (1,) float64, of all gradients
-        self._factors: list[torch.Tensor] = []  # of the gradients, which that sum lacks; (1,)
-        self._non_finite: torch.Tensor | None = None  # 0-d float64, of the last reduction
-        self.grad_scale: torch.Tensor | None = None  # (1,) fp32 or fp64, still to be applied
-        self.unscales = False  # whether grad_scale takes a loss scale away
-        self._zeroed: dict[Flat, set[int]] = defaultdict(set)  # gradients zeroed without it
+        self.totals = Totals(self._flats, self.read_outcome)
         self.find_trained()
 
     def find_trained(self) -> None:
@@ -128,11 +122,10 @@ class Reducer:
         self._outcome.wait()
         found, self._outcome = self._outcome.outcome(), None
         if self._present:  # else that backward has made no gradients, and none have changed
-            self._sum_of_squares, self._non_finite = found.sum_of_squares.view(1), found.non_finite
-            self._factors.clear()
+            self.totals.take(found)
         left_out = set(self._flats) - set(self.trained_flats)  # frozen as the backward began
         if any(any(flat.grads.present) for flat in left_out):
-            self._sum_of_squares = None  # what came out is not of all gradients
+            self.totals.forget()  # what came out is not of all gradients
         present = iter(found.present)
         for flat in self.trained_flats:
             flat.grads.arrived = [next(present) for _ in flat.names]
@@ -164,7 +157,7 @@ class Reducer:
         """Forget every gradient, and what was known of them."""
         for flat in self._flats:
             flat.grads.drop()
-        self._sum_of_squares = None
+        self.totals.forget()
         self._updates.forget_gradients()
 
     def _drop(self, found: Outcome) -> None:
@@ -180,7 +173,8 @@ class Reducer:
 
     def reduce(self, unit: Unit, tag: Tag, doing: Doing) -> None:
         """Pack what gradients there are of ``unit``, and start reducing them."""
-        self.apply_scale()  # here: a backward that reduces nothing leaves it to the optimizer
+        # Here, as a backward that reduces nothing leaves the factor to the optimizer.
+        self.totals.apply_scale()
         for flat in unit.flats:
             if flat.requires_grad:
                 # The other ranks come to this as well: who leaves it has to say so.
@@ -228,7 +222,7 @@ class Reducer:
         for flat in self._flats:
             flat.grads.drop_leaves()
         self.drop()
-        self._drop_scale()
+        self.totals.drop_scale()
         self._buffers.clear()
         self._landing.clear()
         self._pool.drop_scratch()
@@ -237,95 +231,6 @@ class Reducer:
         self._pending.clear()
         self._in_flight.clear()
         self._apart = None
-
-    # --- what is known of the gradients ----------------------------------------------------------
-
-    def squares(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The sum of squares of all gradients on all ranks, and a factor; None if they changed.
-
-        Returns:
-            (1,) float64; and what the gradients were multiplied by since, if anything, (1,).
-        """
-        self.read_outcome()
-        if self._sum_of_squares is None:
-            return None
-        while len(self._factors) > 1:  # the last one is left to the op that takes the root
-            factor = self._factors.pop(0).double()
-            self._sum_of_squares = self._sum_of_squares * factor**2
-        return self._sum_of_squares, next(iter(self._factors), None)
-
-    @property
-    def non_finite(self) -> torch.Tensor | None:
-        """0-d float64, not 0 if any gradient is not finite; None if they were changed since."""
-        self.read_outcome()
-        if self._sum_of_squares is None or self._non_finite is None:
-            return None
-        found = self._non_finite
-        for factor in self._factors:  # of a norm that has overflowed
-            found = found + (~factor.isfinite()).sum()
-        return found
-
-    def covers(self, params: Iterable[Sharded]) -> bool:
-        """Whether ``params`` include every parameter that has a gradient."""
-        given = {id(param) for param in params}
-        return all(
-            id(param) in given
-            for flat in self._flats
-            for param, present in zip(flat.params, flat.grads.present, strict=True)
-            if present
-        )
-
-    def apply_scale(self) -> None:
-        """Multiply the gradients by the factor that zshard's optimizers apply on the fly."""
-        self.read_outcome()
-        if self.grad_scale is not None:
-            for flat in self._flats:
-                if any(flat.grads.present):
-                    flat.grads.owned().mul_(self.grad_scale.to(flat.dtypes.master))
-            self._drop_scale()
-
-    def before_zeroing(self, flat: Flat, index: int) -> None:
-        """Apply the factor, before gradient ``index`` of ``flat`` is zeroed, which it is past.
-
-        In fp16 small values of the others would become 0: there it waits until all are zeroed.
-        """
-        fp16 = any(each.dtypes.reduce == torch.float16 for each in self._flats)
-        if not (self.unscales and fp16):
-            self.apply_scale()
-            return
-        self._zeroed[flat].add(index)
-        present = ((each, i) for each in self._flats for i, p in enumerate(each.grads.present) if p)
-        if all(i in self._zeroed[each] for each, i in present):
-            self._drop_scale()
-
-    def _drop_scale(self) -> None:
-        self.grad_scale, self.unscales = None, False
-        self._zeroed.clear()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient that was reduced."""
-        self.read_outcome()
-        return any(any(flat.grads.present) for flat in self._flats)
-
-    def scale_by(self, factor: torch.Tensor, *, unscales: bool = False) -> None:
-        """Defer a multiplication of the gradients by ``factor`` until they are read.
-
-        Args:
-            factor: of one element, fp32, or fp64 where any parameter is.
-            unscales: this is the inverse of a loss scale; see ``Gradients.before_access``.
-        """
-        factor = factor.view(1)
-        # Kept even after ``apply_scale``: a rank that has looked at a gradient has applied it, the
-        # others have not, and all have to make the next norm of the same numbers.
-        self._factors.append(factor)
-        self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
-        self.unscales = self.unscales or unscales
-
-    def forget_norm(self) -> None:
-        """Note that gradients may have changed since the reduction."""
-        self.read_outcome()
-        self._sum_of_squares = None
 
 
 def scratch_sizes(flats: Sequence[Flat], comm: Comm) -> dict[Scratch, int]:

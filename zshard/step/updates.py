@@ -228,7 +228,7 @@ def note_step(name: str, groups: Sequence[Mapping[str, Any]], settings: object) 
             if isinstance(param, Sharded) and param.flat.schedule.comm.world_size > 1:
                 members.setdefault(param.flat.schedule, []).append((index, param.fqn))
     for schedule, names in members.items():
-        if schedule.reducer.has_gradients:
+        if schedule.totals.has_gradients:
             present = [flat.grads.present for flat in schedule.flats]
             note, note_many = schedule.updates.note, schedule.updates.note_many
             note(f"the settings of {name}'s groups", settings)

@@ -90,7 +90,7 @@ class GradObjects:
             left, self._objects[index] = self._objects[index], None
             assert left is not None
             kept.append(left)
-        scale = self._flat.schedule.reducer.grad_scale
+        scale = self._flat.schedule.totals.grad_scale
         for each in kept:
             each.__class__ = LostGrad if held_back else Sharded
             if each._local is not None and memory is not None and shares(each._local, memory):

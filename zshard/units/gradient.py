@@ -17,6 +17,7 @@ from .storage import shares, storage_of
 
 if TYPE_CHECKING:
     from ..step.reduction import Reducer
+    from ..step.totals import Totals
     from .flat import Flat
 
 
@@ -44,6 +45,10 @@ class Gradients:
     @property
     def _reducer(self) -> Reducer:
         return self._flat.schedule.reducer
+
+    @property
+    def _totals(self) -> Totals:
+        return self._flat.schedule.totals
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -124,7 +129,7 @@ class Gradients:
         if value is not None:
             flat.layout.segments[index].require_shape(value, flat.names[index])
             self._apply_scale(index)
-        self._reducer.forget_norm()
+        self._totals.note_change()
         if value is None or value is not self.objects.get(index):
             self._leave(index)
         self.forget_held_back(index)  # what no_sync has held back goes with it
@@ -154,7 +159,7 @@ class Gradients:
         self.refuse_held_back(index)
         self._refuse_fp16(index)
         self._reducer.read_outcome()
-        return self._reducer.grad_scale
+        return self._totals.grad_scale
 
     def seen(self, index: int) -> torch.Tensor:
         """(O,) reduce dtype: ``owned`` as a reader of gradient ``index`` sees it.
@@ -173,11 +178,11 @@ class Gradients:
         for flat in self._flat.schedule.flats:  # it applies to all of them
             if True in flat.grads.present:
                 flat.grads._refuse_fp16(flat.grads.present.index(True))
-        self._reducer.apply_scale()
+        self._totals.apply_scale()
 
     def _refuse_fp16(self, index: int) -> None:
         flat = self._flat
-        if flat.dtypes.reduce == torch.float16 and flat.schedule.reducer.unscales:
+        if flat.dtypes.reduce == torch.float16 and self._totals.unscales:
             raise StateError(
                 f"{flat.names[index]}: its gradient is float16 and is divided by the loss scale as "
                 "zshard's optimizers read it; in float16 small values would become 0. Look at "
@@ -188,7 +193,7 @@ class Gradients:
     def written(self, storages: Iterable[int]) -> None:
         """Note that parts of some storages were written, which may be these gradients'."""
         if any(map(self.has, storages)):
-            self._reducer.forget_norm()
+            self._totals.note_change()
 
     def has(self, storage: int) -> bool:
         """Whether they lie in ``storage``."""
