@@ -297,6 +297,8 @@ def test_an_unknown_name_is_refused_with_the_name(read: object) -> None:
     model = zshard.wrap(models.build("blocks"))
     with pytest.raises(zshard.Error, match=r"inlet\.wait"):
         read(model, "inlet.wait")
+    with pytest.raises(zshard.InputError, match=r"name=\['inlet\.weight'\]: expected a name"):
+        read(model, ["inlet.weight"])
 
 
 def test_an_unwrapped_model_is_refused_by_every_reader() -> None:

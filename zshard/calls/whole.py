@@ -291,6 +291,8 @@ def mark_updated(model: nn.Module) -> None:
 
 
 def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
+    if not isinstance(name, str):
+        raise InputError(f"name={name!r}: expected a name that model.named_parameters() lists")
     for flat in schedule.flats:
         for index, names in enumerate(flat.all_names):
             if name in names or name in map(state_key, names):
