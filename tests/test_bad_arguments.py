@@ -170,9 +170,10 @@ def test_a_norm_that_nothing_can_be_clipped_to_changes_nothing(max_norm: object)
     assert torch.equal(zshard.full_grad(model, "inlet.weight"), before)
 
 
-def test_what_is_no_model_cannot_be_clipped() -> None:
-    with pytest.raises(zshard.InputError, match="expected a wrapped model or its parameters"):
-        zshard.clip_grad_norm_(None, 1.0)
+@pytest.mark.parametrize("given", [None, nn.Linear(2, 2).named_parameters(), ["weight"]])
+def test_what_is_no_model_cannot_be_clipped(given: object) -> None:
+    with pytest.raises(zshard.InputError, match=r"expected (a wrapped model|tensors, as of model)"):
+        zshard.clip_grad_norm_(given, 1.0)
 
 
 def test_a_model_without_parameters_is_described_and_clipped() -> None:

@@ -160,7 +160,14 @@ def _listed(params: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]
         return [params]
     if not isinstance(params, Iterable):
         raise InputError(f"{params!r}: expected a wrapped model or its parameters")
-    return [*params]
+    listed = [*params]
+    for each in listed:
+        if not isinstance(each, torch.Tensor):  # named_parameters() gives pairs
+            raise InputError(
+                f"a {type(each).__name__} among the parameters: expected tensors, as of "
+                "model.parameters()"
+            )
+    return listed
 
 
 def _of_one_model(given: list[torch.Tensor]) -> list[Sharded]:
