@@ -195,3 +195,22 @@ def test_an_optimizer_that_steps_each_parameter_on_one_rank_is_refused_before_it
 ) -> None:
     for message, unchanged in run_ranks(steps_of_some, 2, overlaps):
         assert "give its optimizer_class the parameters" in message and unchanged
+
+
+class _WithGradients(torch.optim.Optimizer):
+    """Writes to .data with gradients on, as Prodigy and torch_optimizer's do."""
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            closure()
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(param.data.flatten()[::2].sum())
+
+
+def test_an_optimizer_that_steps_with_gradients_on_is_told_what_it_takes() -> None:
+    model = _with_gradients()
+    optimizer = _WithGradients(model.parameters(), {})
+    with pytest.raises(zshard.ShardedAccessError, match=r"takes ones of your own"):
+        optimizer.step()
+    with pytest.raises(zshard.ShardedAccessError, match=r"A penalty on weights"):
+        optimizer.step(lambda: sum(param.flatten().sum() for param in model.parameters()))

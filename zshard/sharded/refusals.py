@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -233,10 +234,21 @@ def _callers() -> Iterator[FrameType]:
 
 
 def _in_step() -> bool:
-    """Whether an optimizer is at work, and not in its closure, which runs with gradients."""
-    return not torch.is_grad_enabled() and any(
-        isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in _callers()
-    )
+    """Whether an optimizer is at work, and not in its closure, which runs with gradients.
+
+    So do the steps of some (Prodigy), which write to .data: there it is their own line that asks.
+    """
+    callers: Iterator[FrameType] = _callers()
+    if torch.is_grad_enabled():
+        libraries = (__name__.partition(".")[0], torch.__name__)
+        asking = (f for f in callers if _package_of(f) not in libraries)
+        callers = islice(asking, 1)
+    return any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f in callers)
+
+
+def _package_of(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
 
 
 def _wrapper_at_work() -> str | None:
