@@ -286,3 +286,25 @@ def test_another_kind_of_tensor_beside_a_sharded_one_is_asked_as_beside_a_plain_
         with pytest.raises(zshard.ShardedAccessError, match="mixes the sharded 'weight' with"):
             use()
     assert Counted.asked >= 3
+
+
+class _InFloat64(torch.optim.Optimizer):
+    """Computes in another dtype than the parameters', as pytorch_optimizer's Rose."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            value = param.to(torch.float64)
+            param.copy_(value.sub_(param.grad.to(torch.float64), alpha=0.1))
+
+
+def test_an_optimizer_may_compute_with_parameters_in_another_dtype() -> None:
+    plain, wrapped = models.build("blocks"), zshard.wrap(models.build("blocks"))
+    for model in (plain, wrapped):
+        optimizer = _InFloat64(model.parameters(), {})
+        for batch in models.batches("blocks", 2):
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_param(wrapped, name), param), name

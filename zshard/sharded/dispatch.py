@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -18,7 +18,13 @@ from ..param import Sharded, ShardedGrad
 from ..training_state import modules_called
 from ..units.storage import storage_of
 from .operators import Operator, operator
-from .refusals import refuse_plain, refuse_split, refuse_to_divide, refuse_whole_tensor_op
+from .refusals import (
+    in_step,
+    refuse_plain,
+    refuse_split,
+    refuse_to_divide,
+    refuse_whole_tensor_op,
+)
 from .rows import apart, plain_rows
 from .slices import own_slice, recut
 
@@ -49,7 +55,10 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         # A plain tensor, of which only dtype and device are asked. Of a gradient an optimizer that
         # needs whole matrices makes its states so, as Adafactor does.
         return func(torch.empty(0, dtype=first.dtype, device=first.device), *args[1:], **kwargs)
-    _check_elementwise(func, op, first)
+    if func is _TO_COPY and first._of_model and not (kwargs.keys() == {"dtype"} and in_step()):
+        _refuse_to_convert(op, first)  # what an optimizer computes with is no longer the model's
+    if not op.elementwise:
+        refuse_whole_tensor_op(op.name, first)
     if op.of_lists and (plain := plain_rows(args, kwargs)):
         results = apart(func, args, kwargs, plain, run)
         return results if not op.mutable else args[0] if op.returns else None
@@ -81,16 +90,13 @@ def _stays(param: Sharded, asked: Mapping[str, object]) -> bool:
     )
 
 
-def _check_elementwise(func: Any, op: Operator, first: Sharded) -> None:
-    if func is _TO_COPY and first._of_model:
-        if next(modules_called(), None) is not None:  # autocast, say, of one that is not gathered
-            refuse_whole_tensor_op(op.name, first)
-        raise StateError(
-            f"{first.fqn}: dtype and device cannot change after zshard.wrap. Convert the "
-            "model before it, or pass device= and precision=zshard.Precision(...) to it."
-        )
-    if not op.elementwise:
-        refuse_whole_tensor_op(op.name, first)
+def _refuse_to_convert(op: Operator, param: Sharded) -> NoReturn:
+    if next(modules_called(), None) is not None:  # autocast, say, of one that is not gathered
+        refuse_whole_tensor_op(op.name, param)
+    raise StateError(
+        f"{param.fqn}: dtype and device cannot change after zshard.wrap. Convert the "
+        "model before it, or pass device= and precision=zshard.Precision(...) to it."
+    )
 
 
 def _alias(

@@ -100,7 +100,7 @@ def refuse_plain(name: str, first: Sharded, plain: torch.Tensor, *, of_optimizer
         "In an optimizer, its state is of whole tensors, made before zshard.wrap or loaded "
         "from a plain state_dict, which zshard's optimizers take."
     )
-    if _in_step():  # whose states were looked at before: it has made the plain one itself
+    if in_step():  # whose states were looked at before: it has made the plain one itself
         advice = WHOLE_TENSORS
     elif of_optimizer:
         advice = f"{state} Elsewhere: {_remedy(first)}"
@@ -142,7 +142,7 @@ def _remedy(param: Sharded) -> str:
             "its place: leave it out. (README, 'Under a trainer', says how, where a library does "
             "this by itself.)"
         )
-    if _in_step():
+    if in_step():
         return WHOLE_TENSORS
     unit, state = param.flat.unit, param.flat.schedule.executor.state
     label, user = unit.label, _called_past(unit)
@@ -233,7 +233,7 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _in_step() -> bool:
+def in_step() -> bool:
     """Whether an optimizer is at work, and not in its closure, which runs with gradients.
 
     So do the steps of some (Prodigy), which write to .data: there it is their own line that asks.
