@@ -9,6 +9,8 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -308,3 +310,20 @@ def test_an_optimizer_may_compute_with_parameters_in_another_dtype() -> None:
             optimizer.zero_grad()
     for name, param in plain.named_parameters():
         assert torch.equal(zshard.full_param(wrapped, name), param), name
+
+
+def collectives_of_a_plain_script(rank: int, world_size: int) -> None:
+    model = zshard.wrap(models.build("blocks"))
+    models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
+    param = next(model.parameters())
+    for collective in (
+        lambda: dist.broadcast(param.data, 0),
+        lambda: dist.all_reduce(param.grad),
+        lambda: dist.all_gather([torch.zeros(param.shape) for _ in range(world_size)], param.data),
+    ):
+        with pytest.raises(zshard.ShardedAccessError, match=r"leave it out.*averaged.*broadcast"):
+            collective()
+
+
+def test_a_scripts_own_collective_of_shards_is_told_what_has_done_it() -> None:
+    run_ranks(collectives_of_a_plain_script, 2)

@@ -25,6 +25,7 @@ _WRAPPERS = {
     "DataParallel": "torch.nn.parallel.data_parallel",
     "FSDP": "torch.distributed.fsdp",
 }
+_COLLECTIVES = ("c10d::", "_c10d_functional::")
 _NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
 WHOLE_TENSORS = (
     "An optimizer that needs whole tensors (Muon, Adafactor, LAMB) takes ones of your own: "
@@ -60,6 +61,13 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             "zshard.clip_grad_norm_(model, max_norm), which returns the norm over all ranks; take "
             "other norms of what zshard.full_param(model, name) and zshard.full_grad read. "
             f"{WHOLE_TENSORS}"
+        )
+    if name.startswith(_COLLECTIVES):
+        raise ShardedAccessError(
+            f"{name} of {first.fqn!r} would join elements that are not the same on each rank: "
+            "leave it out. Gradients are averaged over the ranks as backward ends, and "
+            "zshard.wrap(init='broadcast') gives every rank rank 0's values. Read whole tensors "
+            "with zshard.full_param(model, name) and zshard.full_grad."
         )
     if isinstance(first, ShardedGrad):
         raise ShardedAccessError(
