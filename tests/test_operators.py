@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 import zshard
@@ -126,6 +126,9 @@ def test_files_of_shards_are_refused(tmp_path: Path) -> None:
     save_file(zshard.state_dict(model), tmp_path / "x.safetensors")
     whole = load_file(tmp_path / "x.safetensors")["weight"]
     assert torch.equal(whole, zshard.full_param(model, "weight"))
+    with pytest.raises(zshard.ShardedAccessError, match=r"to load a file, zshard\.load_weights"):
+        load_model(model, tmp_path / "x.safetensors")
+    zshard.load_weights(model, tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -308,9 +308,9 @@ def _needs_memory(name: str) -> Callable[..., NoReturn]:
     def refused(self: Sharded, *args: object, **kwargs: object) -> NoReturn:
         raise ShardedAccessError(
             f"{self.fqn}: {name} needs the whole of it in one place; this rank holds a shard, "
-            f"{self.local_numel} of {self.numel()} elements. Read it with "
-            "zshard.full_param(model, name), or work inside zshard.full_params(model). To save, "
-            "use zshard.save or zshard.export, or hand on zshard.state_dict(model, all_ranks=True)."
+            f"{self.local_numel} of {self.numel()} elements. Read it with zshard.full_param, or "
+            "work inside zshard.full_params(model). To save, use zshard.save or zshard.export, or "
+            "hand on zshard.state_dict(model, all_ranks=True); to load a file, zshard.load_weights."
         )
 
     return refused
