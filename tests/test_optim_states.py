@@ -324,3 +324,24 @@ def test_a_number_that_an_optimizer_keeps_of_each_parameter_stays_one(tmp_path: 
         zshard.save(tmp_path / "saved", wrapped, ours)
     assert torch.equal(zshard.full_param(wrapped, "scale"), plain.scale)
     assert float(ours.state[wrapped.scale]["count"]) == 3
+
+
+class Weighted(torch.optim.Optimizer):
+    """Keeps a number of each parameter in a vector of one, as pytorch_optimizer's QHAdam."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            weight = self.state[param].setdefault("weight", torch.zeros(1)).mul_(0.9).add_(1)
+            param.sub_(param.grad.sign() * weight.reshape(()))
+
+
+def test_a_number_in_a_vector_is_no_state_of_a_parameter_with_one_element() -> None:
+    plain = nn.Linear(3, 1)
+    wrapped = zshard.wrap(copy.deepcopy(plain))
+    theirs, ours = (Weighted(each.parameters(), {}) for each in (plain, wrapped))
+    for _ in range(3):
+        for model, optimizer in ((plain, theirs), (wrapped, ours)):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    assert torch.equal(zshard.full_param(wrapped, "bias"), plain.bias)

@@ -121,10 +121,11 @@ def check_states(param: Sharded, optimizer: Optimizer) -> None:
         # Made before wrap, as Adagrad does at once; or of a single element, whose whole state is as
         # good as cut. (Beside those that are, a 0-d one is a number: NAdam's product of momenta.)
         single = param.ndim == 0 and value.is_floating_point() and not cut
-        if (single and not _is_number(name, optimizer)) or _number(states.get("step")) == 0:
+        number = value.numel() == 1 and _is_number(name, value.shape, optimizer)
+        if (single and not number) or _number(states.get("step")) == 0:
             dtype = param.flat.dtypes.master
             states[name] = param._like(own_slice(param, value).to(dtype, copy=True))
-        elif value.ndim > 0:
+        elif value.ndim > 0 and not number:
             raise OptimizerError(
                 f"the optimizer's state {name!r} of {param.fqn} is of the whole parameter: it had "
                 "taken steps before zshard.wrap, a plain state_dict was loaded, or it makes such "
@@ -133,11 +134,12 @@ def check_states(param: Sharded, optimizer: Optimizer) -> None:
             )
 
 
-def _is_number(name: str, optimizer: Optimizer) -> bool:
-    """Whether state ``name`` has no dimension for parameters that have some."""
+def _is_number(name: str, shape: torch.Size, optimizer: Optimizer) -> bool:
+    """Whether state ``name`` has ``shape`` for parameters of other shapes, too."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = (optimizer.state.get(param, {}).get(name) for param in params if param.ndim > 0)
-    return any(isinstance(state, torch.Tensor) and state.ndim == 0 for state in found)
+    found = ((param, optimizer.state.get(param, {}).get(name)) for param in params)
+    states = ((p, state) for p, state in found if isinstance(state, torch.Tensor))
+    return any(state.shape == shape != param.shape for param, state in states)
 
 
 def _number(value: object) -> object:
