@@ -254,6 +254,35 @@ def test_a_tied_weight_outside_its_unit_is_not_told_that_its_user_may_be_one() -
         model[1](torch.ones(2, 4))
 
 
+class OwnCall(nn.Linear):
+    """As gpytorch's modules, which return other things than tensors."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = OwnCall(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "units", "remedy"),
+    [(OwnCall(3, 3), None, "wrap that one"), (Around(), [OwnCall], "make that one the unit")],
+)
+def test_a_class_whose_own_call_goes_past_the_hooks_is_told_to_be_called_in_a_forward(
+    model: nn.Module, units: list[type[nn.Module]] | None, remedy: str
+) -> None:
+    zshard.wrap(model, units=units)
+    with pytest.raises(zshard.ShardedAccessError, match=f"__call__ of OwnCall, .*{remedy}"):
+        model(torch.ones(2, 3))
+    zshard.wrap(Around())(torch.ones(2, 3)).sum().backward()
+
+
 def test_a_number_is_put_where_a_mask_is_true_and_a_mask_of_rows_is_refused() -> None:
     plain = nn.Linear(4, 4)
     model = zshard.wrap(copy.deepcopy(plain))

@@ -153,6 +153,12 @@ def _remedy(param: Sharded) -> str:
     if in_step():
         return WHOLE_TENSORS
     unit, state = param.flat.unit, param.flat.schedule.executor.state
+    if _calls_itself(unit.module):
+        return (
+            f"It is used in the __call__ of {type(unit.module).__name__}, outside of nn.Module's, "
+            "which gathers. Call that in the forward of a module around it, and "
+            + ("wrap that one." if unit.parent is None else "make that one the unit (units=).")
+        )
     label, user = unit.label, _called_past(unit)
     outside = f"is used outside the module of its unit {label!r}"
     names = param.flat.all_names[param.segment]
@@ -204,6 +210,15 @@ def _remedy(param: Sharded) -> str:
         "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
         f"parameter {outside}."
     )
+
+
+def _calls_itself(module: torch.nn.Module) -> bool:
+    """Whether its class's own ``__call__`` runs it (gpytorch's), and not nn.Module's."""
+    own = any(
+        frame.f_code.co_name == "__call__" and frame.f_locals.get("self") is module
+        for frame in _callers()
+    )
+    return own and all(called is not module for called in modules_called())
 
 
 def _called_past(unit: Unit) -> str:
