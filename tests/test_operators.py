@@ -237,6 +237,41 @@ def test_what_a_functions_backward_reads_of_a_unit_that_is_done_is_told_to_be_sa
         loss.backward()
 
 
+class Adjoint(torch.autograd.Function):
+    """Saves a weight that only its backward computes with, as torchdiffeq's adjoint method does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.saved_tensors[0].T, None
+
+
+class CallsAdjoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(Adjoint.apply(x, self.linear.weight))
+
+
+def test_shards_that_a_function_has_saved_are_told_that_the_module_calling_it_is_the_unit() -> None:
+    plain, x = nn.Sequential(CallsAdjoint(), CallsAdjoint()), torch.ones(2, 3)
+    model = zshard.wrap(copy.deepcopy(plain), units=[nn.Linear])
+    match = r"module that calls apply\(\) has to be the unit"
+    with pytest.raises(zshard.ShardedAccessError, match=match):
+        model(x).sum().backward()
+    model = zshard.wrap(copy.deepcopy(plain), units=[CallsAdjoint])
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    for name, param in plain.named_parameters():
+        assert torch.equal(zshard.full_grad(model, name), param.grad), name
+
+
 def test_a_hook_that_looks_at_a_weight_in_a_backward_is_told_to_look_between_steps() -> None:
     model = zshard.wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), units="layer")
     model[0].register_full_backward_hook(lambda *_: print(model[1].weight @ torch.ones(3)))
@@ -261,18 +296,12 @@ class OwnCall(nn.Linear):
         return self.forward(x)
 
 
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = OwnCall(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x)
-
-
 @pytest.mark.parametrize(
     ("model", "units", "remedy"),
-    [(OwnCall(3, 3), None, "wrap that one"), (Around(), [OwnCall], "make that one the unit")],
+    [
+        (OwnCall(3, 3), None, "wrap that one"),
+        (nn.Sequential(OwnCall(3, 3)), [OwnCall], "make that one the unit"),
+    ],
 )
 def test_a_class_whose_own_call_goes_past_the_hooks_is_told_to_be_called_in_a_forward(
     model: nn.Module, units: list[type[nn.Module]] | None, remedy: str
@@ -280,7 +309,7 @@ def test_a_class_whose_own_call_goes_past_the_hooks_is_told_to_be_called_in_a_fo
     zshard.wrap(model, units=units)
     with pytest.raises(zshard.ShardedAccessError, match=f"__call__ of OwnCall, .*{remedy}"):
         model(torch.ones(2, 3))
-    zshard.wrap(Around())(torch.ones(2, 3)).sum().backward()
+    zshard.wrap(nn.Sequential(OwnCall(3, 3)))(torch.ones(2, 3)).sum().backward()
 
 
 def test_a_number_is_put_where_a_mask_is_true_and_a_mask_of_rows_is_refused() -> None:

@@ -179,7 +179,8 @@ def _remedy(param: Sharded) -> str:
         return (
             "In a backward the modules hold shards again once their unit has all its gradients: an "
             "autograd.Function that needs weights there takes them as inputs of apply(), and "
-            f"saves them (ctx.save_for_backward). {_LOOKS_AT} In a forward that is recomputed "
+            "saves them (ctx.save_for_backward); the module that calls apply() has to be the unit "
+            f"(units=), or they are shards there, too. {_LOOKS_AT} In a forward that is recomputed "
             f"there, it {outside}."
         )
     if state is not TrainingState.IDLE:
