@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,20 +206,37 @@ def test_another_kind_of_tensor_beside_a_sharded_one_is_asked_as_beside_a_plain_
 class _InFloat64(torch.optim.Optimizer):
     """Computes in another dtype than the parameters', as pytorch_optimizer's Rose."""
 
+    def __init__(self, params: Any, convert: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(params, {})
+        self.convert = convert
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
-            value = param.to(torch.float64)
+            value = self.convert(param)
             param.copy_(value.sub_(param.grad.to(torch.float64), alpha=0.1))
 
 
-def test_an_optimizer_may_compute_with_parameters_in_another_dtype() -> None:
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda param: param.to(torch.float64),
+        lambda param: param.type_as(torch.ones(1, dtype=torch.float64)),
+        lambda param: param.to(param.device, torch.float64, non_blocking=True),
+    ],
+)
+def test_an_optimizer_may_compute_with_parameters_in_another_dtype(
+    convert: Callable[[Tensor], Tensor],
+) -> None:
     plain, wrapped = models.build("blocks"), zshard.wrap(models.build("blocks"))
     for model in (plain, wrapped):
-        optimizer = _InFloat64(model.parameters(), {})
+        optimizer = _InFloat64(model.parameters(), convert)
         for batch in models.batches("blocks", 2):
             models.loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
     for name, param in plain.named_parameters():
         assert torch.equal(zshard.full_param(wrapped, name), param), name
+    to_meta = _InFloat64(wrapped.parameters(), lambda param: param.to("meta", torch.float64))
+    with pytest.raises(zshard.StateError, match="dtype and device cannot change"):
+        to_meta.step()

@@ -55,7 +55,7 @@ def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> objec
         # A plain tensor, of which only dtype and device are asked. Of a gradient an optimizer that
         # needs whole matrices makes its states so, as Adafactor does.
         return func(torch.empty(0, dtype=first.dtype, device=first.device), *args[1:], **kwargs)
-    if func is _TO_COPY and first._of_model and not (kwargs.keys() == {"dtype"} and in_step()):
+    if func is _TO_COPY and first._of_model and not (_lies_alike(first, kwargs) and in_step()):
         _refuse_to_convert(op, first)  # what an optimizer computes with is no longer the model's
     if not op.elementwise:
         refuse_whole_tensor_op(op.name, first)
@@ -86,6 +86,15 @@ def _stays(param: Sharded, asked: Mapping[str, object]) -> bool:
         and device.type == param.device.type == "cpu"
         and asked.get("dtype", param.dtype) == param.dtype
         and asked.get("layout", param.layout) == param.layout
+        and asked.keys() <= {"device", "dtype", "layout", "non_blocking"}
+    )
+
+
+def _lies_alike(param: Sharded, asked: Mapping[str, object]) -> bool:
+    """Whether what is asked for lies where and as ``param`` does, of whatever dtype."""
+    return (
+        asked.get("device") in (None, param.device)
+        and asked.get("layout") in (None, param.layout)
         and asked.keys() <= {"device", "dtype", "layout", "non_blocking"}
     )
 
