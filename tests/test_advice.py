@@ -162,6 +162,16 @@ def test_a_class_whose_own_call_goes_past_the_hooks_is_told_to_be_called_in_a_fo
     zshard.wrap(nn.Sequential(OwnCall(3, 3)))(torch.ones(2, 3)).sum().backward()
 
 
+class _OnAllRanks(torch.optim.Optimizer):
+    """Reduces its updates itself, as distributed Shampoo does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            dist.all_reduce(update := param.grad.sign())
+            param.sub_(update)
+
+
 def collectives_of_a_plain_script(rank: int, world_size: int) -> None:
     model = zshard.wrap(models.build("blocks"))
     models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
@@ -173,6 +183,9 @@ def collectives_of_a_plain_script(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(zshard.ShardedAccessError, match=r"leave it out.*averaged.*broadcast"):
             collective()
+    optimizer = _OnAllRanks(model.parameters(), {})
+    with pytest.raises(zshard.ShardedAccessError, match=r"leave it out.*takes ones of your own"):
+        optimizer.step()
 
 
 def test_a_scripts_own_collective_of_shards_is_told_what_has_done_it() -> None:

@@ -68,6 +68,7 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             "leave it out. Gradients are averaged over the ranks as backward ends, and "
             "zshard.wrap(init='broadcast') gives every rank rank 0's values. Read whole tensors "
             "with zshard.full_param(model, name) and zshard.full_grad."
+            + (f" {WHOLE_TENSORS}" if in_step() else "")
         )
     if isinstance(first, ShardedGrad):
         raise ShardedAccessError(
