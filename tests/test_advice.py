@@ -192,10 +192,15 @@ def test_a_scripts_own_collective_of_shards_is_told_what_has_done_it() -> None:
     run_ranks(collectives_of_a_plain_script, 2)
 
 
-def test_an_average_that_was_made_before_wrap_is_told_to_be_made_after_it() -> None:
+def test_an_average_that_is_not_sharded_is_told_how_it_comes_to_be() -> None:
     plain = nn.Linear(3, 3)
-    before = plain.weight.detach().clone()
+    averages = [copy.deepcopy(plain) for _ in range(2)]
     model = zshard.wrap(plain)
-    with pytest.raises(zshard.ShardedAccessError, match=r"An average .* is made after zshard"):
-        before.lerp_(model.weight.detach(), 0.1)
-    model.weight.detach().clone().lerp_(model.weight.detach(), 0.1)
+    match = r"An average .* is made of parameters after zshard\.wrap; or copy .*, and wrap both"
+    with torch.no_grad():
+        for update in (torch.Tensor.lerp_, torch.Tensor.lerp):
+            with pytest.raises(zshard.ShardedAccessError, match=match):
+                update(averages[0].weight, model.weight, 0.1)
+        zshard.wrap(averages[1])
+        for average in (model.weight.clone(), averages[1].weight):
+            average.lerp_(model.weight, 0.1)

@@ -108,7 +108,7 @@ def refuse_plain(name: str, first: Sharded, plain: torch.Tensor, *, of_optimizer
     state = (
         "In an optimizer, its state is of whole tensors, made before zshard.wrap or loaded "
         "from a plain state_dict, which zshard's optimizers take. An average of the weights (EMA) "
-        "is made after zshard.wrap."
+        "is made of parameters after zshard.wrap; or copy the model before it, and wrap both."
     )
     if in_step():  # whose states were looked at before: it has made the plain one itself
         advice = WHOLE_TENSORS
