@@ -87,7 +87,7 @@ def test_what_is_added_or_replaced_after_wrap_is_refused_and_can_be_undone(
         (lambda m: m.to("meta"), r"inlet\.weight: dtype and device cannot change"),
         (lambda m: m.to_empty(device="meta"), r"inlet\.weight: .* on meta would change"),
         (lambda m: m.to("cpu:0", torch.float64), r"inlet\.weight: dtype and device cannot change"),
-        (lambda m: setattr(m.inlet.weight, "data", torch.ones(7, 3).half()), r"float16 on cpu"),
+        (lambda m: setattr(m.inlet.weight, "data", torch.ones(7, 3).half()), r"convert the model"),
         (lambda m: setattr(m.inlet.weight, "data", torch.ones(7, 3, device="meta")), r"on meta"),
         (lambda m: setattr(m.inlet.weight, "data", torch.ones(3, 7)), r"\(3, 7\).*\(7, 3\)"),
         (lambda m: zshard.wrap(m), r"wrapped already"),

@@ -117,7 +117,7 @@ class Sharded(torch.Tensor):
             if value.dtype != self.dtype or device != self.device:
                 raise StateError(
                     f"{self.fqn}: .data = a tensor of {value.dtype} on {device} would change "
-                    f"{self.dtype} on {self.device}, which is fixed by zshard.wrap"
+                    f"{self.dtype} on {self.device}: convert the model before zshard.wrap"
                 )
             self.flat.layout.segments[self.segment].require_shape(value, self.fqn)
             if self._of_model:
