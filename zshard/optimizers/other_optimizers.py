@@ -118,14 +118,15 @@ def check_states(param: Sharded, optimizer: Optimizer) -> None:
             continue
         if value.shape != param.shape or name == "step":
             continue
+        if value.numel() == 1 and _is_number(name, value.shape, optimizer):
+            continue
         # Made before wrap, as Adagrad does at once; or of a single element, whose whole state is as
         # good as cut. (Beside those that are, a 0-d one is a number: NAdam's product of momenta.)
         single = param.ndim == 0 and value.is_floating_point() and not cut
-        number = value.numel() == 1 and _is_number(name, value.shape, optimizer)
-        if (single and not number) or _number(states.get("step")) == 0:
+        if single or _number(states.get("step")) == 0:
             dtype = param.flat.dtypes.master
             states[name] = param._like(own_slice(param, value).to(dtype, copy=True))
-        elif value.ndim > 0 and not number:
+        elif value.ndim > 0:
             raise OptimizerError(
                 f"the optimizer's state {name!r} of {param.fqn} is of the whole parameter: it had "
                 "taken steps before zshard.wrap, a plain state_dict was loaded, or it makes such "
