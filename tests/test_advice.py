@@ -162,6 +162,22 @@ def test_a_class_whose_own_call_goes_past_the_hooks_is_told_to_be_called_in_a_fo
     zshard.wrap(nn.Sequential(OwnCall(3, 3)))(torch.ones(2, 3)).sum().backward()
 
 
+class CallsOn(nn.Linear):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kept[0]
+
+
+def test_a_class_whose_own_call_goes_on_to_nn_modules_is_not_told_that_nothing_gathers() -> None:
+    model = zshard.wrap(CallsOn(3, 3))
+    model.kept = [model.weight]
+    with pytest.raises(zshard.ShardedAccessError, match=r"outside the module of its unit") as error:
+        model(torch.ones(2, 3))
+    assert "__call__" not in str(error.value)
+
+
 class _OnAllRanks(torch.optim.Optimizer):
     """Reduces its updates itself, as distributed Shampoo does."""
 
