@@ -62,6 +62,15 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             "other norms of what zshard.full_param(model, name) and zshard.full_grad read. "
             f"{WHOLE_TENSORS}"
         )
+    called = {frame.f_code.co_name for frame in _callers()}
+    if "_broadcast_state_dict" in called:
+        raise ShardedAccessError(
+            f"broadcast_from_rank0 sends whole tensors, and {first.fqn!r} is sharded in the "
+            "state_dict of rank 0, as torch's get_model_state_dict, get_optimizer_state_dict and "
+            "get_state_dict give it, also with full_state_dict=True: leave out "
+            "broadcast_from_rank0, and let every rank set what it got. Or pass whole tensors "
+            "(zshard.state_dict(model)), or use zshard.save and zshard.load."
+        )
     if name.startswith(_COLLECTIVES):
         raise ShardedAccessError(
             f"{name} of {first.fqn!r} would join elements that are not the same on each rank: "
@@ -77,20 +86,11 @@ def refuse_whole_tensor_op(name: str, first: Sharded) -> NoReturn:
             "zshard.full_grad(model, name), and assign what is to replace it (param.grad = whole). "
             f"{WHOLE_TENSORS}"
         )
-    called = {frame.f_code.co_name for frame in _callers()}
     if seeker := next((each for each in _NEED_THE_NODE if each in called), None):
         raise ShardedAccessError(
             f"{seeker} needs the graph's node at {first.fqn!r}, and a sharded parameter has none: "
             "give it a hook, which has this rank's whole gradient (register_hook), or is called "
             "once the reduced one is there (register_post_accumulate_grad_hook)."
-        )
-    if "_broadcast_state_dict" in called:
-        raise ShardedAccessError(
-            f"broadcast_from_rank0 sends whole tensors, and {first.fqn!r} is sharded in the "
-            "state_dict of rank 0, as torch's get_model_state_dict, get_optimizer_state_dict and "
-            "get_state_dict give it, also with full_state_dict=True: leave out "
-            "broadcast_from_rank0, and let every rank set what it got. Or pass whole tensors "
-            "(zshard.state_dict(model)), or use zshard.save and zshard.load."
         )
     raise ShardedAccessError(
         f"{name} needs the whole of {first.fqn!r} {tuple(first.shape)}, of which this rank holds "
