@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from models import Blocks
@@ -11,6 +13,7 @@ from test_writes_in_backward import Rewrites
 from torch import Tensor, nn
 
 import zshard
+from zshard.optimizers import optim_states
 
 
 def loaded_at_once(rank: int, world_size: int, strategy: str, dtypes: str) -> None:
@@ -150,3 +153,40 @@ def interrupted_inside(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 def test_a_model_whose_call_inside_another_model_is_refused_is_between_steps(strategy: str) -> None:
     run_ranks(interrupted_inside, 2, strategy)
+
+
+def interrupted_at(param: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def as_sharded(of: Tensor, value: Tensor) -> Tensor:
+        if of is param:
+            raise KeyboardInterrupt
+        return optim_states.as_sharded(of, value)
+
+    return as_sharded
+
+
+@pytest.mark.parametrize("error", ["another shape", "Ctrl-C"])
+def test_a_state_that_cannot_be_taken_over_costs_no_others(
+    error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(Blocks())
+    optimizer = zshard.AdamW(model.parameters())
+    for step in range(2):
+        one_step(model, 0, step)
+        optimizer.step()
+    params = list(model.parameters())
+    states = {param: dict(optimizer.state[param]) for param in params}
+    before = {param: state["exp_avg"].clone() for param, state in states.items()}
+    own = dict(optimizer.state[params[3]])
+    optimizer.state[params[3]] = {**own, "exp_avg": torch.zeros(5)}
+    with monkeypatch.context() as patched:
+        if error == "Ctrl-C":
+            optimizer.state[params[3]]["exp_avg"] = own["exp_avg"].clone()
+            patched.setattr("zshard.optimizers.fused.as_sharded", interrupted_at(params[3]))
+        with pytest.raises(KeyboardInterrupt if error == "Ctrl-C" else zshard.InputError):
+            optimizer.step()
+    optimizer.state[params[3]] = own
+    optimizer.state_dict()  # lays out the states anew
+    for param in params:
+        assert int(optimizer.state[param]["step"]) == 2
+        assert torch.equal(optimizer.state[param]["exp_avg"], before[param])

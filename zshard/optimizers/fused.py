@@ -53,7 +53,7 @@ class FusedOptimizer(Optimizer):
 
     def _forget_layout(self) -> None:
         self._buckets: dict[Kind, Bucket] = {}
-        self._built_for: list[tuple[object, ...]] = []
+        self._built_for: Sequence[tuple[object, ...]] = []
         self._laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the states, made for it
 
     @abstractmethod
@@ -151,9 +151,7 @@ class FusedOptimizer(Optimizer):
         grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
         params = [p for p, _ in grouped]
         names = self._state_names(chain((self.state.get(p, {}) for p in params), given))
-        signature: list[tuple[object, ...]] = [
-            (id(p), type(p), i, _is_trained(p), _address(p), names) for p, i in grouped
-        ]
+        signature = [(id(p), type(p), i, _is_trained(p), _address(p), names) for p, i in grouped]
         if signature == self._built_for and self._has_own_states():
             return
         was = {key: kind for key, kind, *_ in self._built_for}
@@ -176,9 +174,13 @@ class FusedOptimizer(Optimizer):
                 kind.schedule.optimizers.add(self)
                 forget = kind.schedule.pool.ledger.set_optimizer
                 weakref.finalize(self, forget, id(self), 0).atexit = False
+        try:
+            self.tell_ledgers(saved)  # the old states and the new ones are there at once
+            self._restore(saved)
+        except BaseException:  # one that does not fit, say: the next step lays out anew
+            self.state.update(saved)
+            raise
         self._built_for = signature
-        self.tell_ledgers(saved)  # the old states and the new ones are there at once
-        self._restore(saved)
         self.tell_ledgers()
 
     def _has_own_states(self) -> bool:
