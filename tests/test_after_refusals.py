@@ -113,6 +113,30 @@ def test_a_forward_is_not_taken_for_one_that_a_method_calls_on_another_rank(stra
     run_ranks(evaluated_after_a_method, 2, strategy)
 
 
+def changed_after_a_refused_method(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model = zshard.wrap(Twice(), strategy=strategy)
+    zshard.method(model, "twice")
+    optimizer = zshard.SGD(model.parameters(), lr=0.0)
+    for step in range(2):
+        model.twice(batch(rank, step)).sum().backward()
+    before = one_step(model, rank, 0)
+    param = model.outlet.weight
+    if rank == 0:
+        model.outlet.weight = nn.Parameter(torch.ones(param.shape))
+    with pytest.raises(zshard.StateError if rank == 0 else zshard.MismatchError):
+        model.twice(batch(rank, 0))
+    model.outlet.weight = param
+    optimizer.step()
+    assert torch.equal(one_step(model, rank, 0), before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_method_that_is_refused_as_it_begins_is_over(strategy: str, world_size: int) -> None:
+    run_ranks(changed_after_a_refused_method, world_size, strategy)
+
+
 class Interrupted(Blocks):
     interrupted = False
 

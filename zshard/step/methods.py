@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..errors import CommError, MismatchError
-from ..training_state import calls_under_way, inside_backward
+from ..training_state import TrainingState, calls_under_way, inside_backward
 from .meeting import Intent
 
 if TYPE_CHECKING:
@@ -51,14 +51,15 @@ class Methods:
             finally:
                 self.running = ""
         schedule.require_values(f"the method {name!r}")
-        args, kwargs = schedule.forward.root_pre_forward(schedule.model, args, kwargs) or (
-            args,
-            kwargs,
-        )
-        self.running, self._called = name, False
+        self._called = False
         try:
+            begun = schedule.forward.root_pre_forward(schedule.model, args, kwargs)
+            args, kwargs = begun or (args, kwargs)
+            self.running = name
             output = function(*args, **kwargs)
         except BaseException as error:
+            if not self.running and schedule.executor.state is TrainingState.IDLE:
+                raise  # it was refused, and has begun nothing that is to be ended
             schedule.reset()
             told = isinstance(error, (MismatchError, CommError))  # all ranks
             if name in self._call_the_model and schedule.executor.has_peers and not told:
