@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import zshard
-from zshard.containers import tensors_in
+from zshard.containers import map_tensors, tensors_in
 
 
 class Deep(Stacked):
@@ -182,3 +182,42 @@ def items_hold_a_view(rank: int, world_size: int) -> None:
 def test_tensors_are_found_in_the_items_of_a_mapping() -> None:
     assert [*tensors_in({"input": INPUT}.items())] == [INPUT]
     run_ranks(items_hold_a_view, 2)
+
+
+@dataclass
+class Leaf:
+    """One of a tree whose parts know what they lie in."""
+
+    values: Tensor
+    above: Any = None
+    below: list[Any] = field(default_factory=list)
+
+
+class OfTree(nn.Module):
+    """Makes a tree of a tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, tree: Leaf) -> Leaf:
+        made = Leaf(tree.values * self.scale)
+        made.below += [Leaf(self.scale + each.values, above=made) for each in tree.below]
+        return made
+
+
+def test_what_leads_back_to_what_it_lies_in_goes_through_units() -> None:
+    plain, wrapped = pair(lambda: Stacked(OfTree), precision=zshard.Precision.bf16())
+    for model, dtype in ((plain, torch.float32), (wrapped, torch.bfloat16)):
+        tree = Leaf(INPUT)
+        tree.below.append(Leaf(INPUT, above=tree))
+        out = model(tree)
+        assert out.values.dtype == out.below[0].values.dtype == dtype
+        assert out.below[0].above is out
+        (out.values + out.below[0].values).sum().backward()
+    cycle: list[Any] = [INPUT]
+    cycle.append({"again": cycle})
+    assert map_tensors(lambda tensor: tensor, cycle) is cycle
+    assert map_tensors(torch.neg, cycle)[1]["again"] is cycle
+    cycle[1] = cycle
+    assert map_tensors(torch.neg, cycle)[1] is cycle

@@ -14,25 +14,35 @@ _MOST, _MOST_PLAIN = 10_000, 100_000  # that ``tensors_in`` looks at
 _PLAIN = frozenset((type(None), str, int, float, bool, bytes))
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: object) -> object:
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    value: object,
+    around: frozenset[int] = frozenset(),
+) -> object:
     """``value`` with ``function`` applied to every tensor in its containers and dataclasses.
 
     A container in which that changes nothing stays itself, so that a module may write to it.
+
+    Args:
+        around: ids of what ``value`` lies in. Back to one of these it leads as before.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    # By its id: torch's tree_flatten makes a cycle that holds this function until it is collected.
-    outermost = id(value)
-    children, spec = tree_flatten(value, is_leaf=lambda item: id(item) != outermost)
+    if type(value) in _PLAIN or id(value) in around:
+        return value
+    around |= {id(value)}
+    # Not by ``value``: torch's tree_flatten makes a cycle that holds this until it is collected.
+    outermost = iter((True,))
+    children, spec = tree_flatten(value, is_leaf=lambda _: not next(outermost, False))
     if not (len(children) == 1 and children[0] is value):
-        mapped = [map_tensors(function, child) for child in children]
+        mapped = [map_tensors(function, child, around) for child in children]
         same = all(after is before for after, before in zip(mapped, children, strict=True))
         return value if same else tree_unflatten(mapped, spec)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
     before = {name: getattr(value, name) for name in fields}
-    after = {name: map_tensors(function, held) for name, held in before.items()}
+    after = {name: map_tensors(function, held, around) for name, held in before.items()}
     if all(after[name] is held for name, held in before.items()):
         return value
     copied = copy.copy(value)
