@@ -249,8 +249,8 @@ def _take_over(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]], *, wr
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's slice of every parameter's master: name -> 1-D view, in the master dtype.
 
-    The slices are in memory order and may be empty. Call ``mark_updated`` after writing any. Take
-    them anew before writing behind a forward, a backward or a read of whole values
+    The slices are in memory order and may be empty. Call ``mark_updated`` after writing any, on
+    every rank. Take them anew before writing behind a forward, a backward or a read of whole values
     (``full_param``, ``full_params``, ``state_dict``, a save): other ranks may still be reading them
     there. On every rank: behind a forward without a backward the ranks meet here.
 
@@ -281,7 +281,8 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
 def mark_updated(model: nn.Module) -> None:
     """Say that ``local_shards`` were written: the next gather sends the new values.
 
-    Each rank for itself; call it on all that wrote, before the next forward.
+    Every rank has to call it before the next forward, also one that wrote nothing; it communicates
+    nothing. Where it was left out on some, that forward is a MismatchError, as of an update.
 
     Raises:
         WrapError: if the model is not wrapped.
