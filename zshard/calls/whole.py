@@ -27,6 +27,7 @@ from ..units.flat import Flat
 from ..units.gradient import held_back
 from ..wrap import schedule_of
 from ..wrapping import same_model
+from .replaced import require_values, take_replaced
 
 _END = "the end of full_params(write=True)"
 
@@ -121,7 +122,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             has used; at the end of one for writing, if a sharded parameter was changed meanwhile
             (by an optimizer's step, say).
         InputError: for a ``write`` that is neither True nor False; at the end, for a parameter that
-            was replaced by one of another shape, or of no values (on the meta device), or sparse.
+            was replaced by one of another shape, or of no values (on the meta device), or sparse,
+            or by different ones in several modules that share it.
         MismatchError: on every rank, if they do not all enter, or some to write; if persistent
             buffers differ in shape; at the end of one for writing, if ranks left other values.
         WrapError: if the model is not wrapped.
@@ -142,7 +144,7 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         wholes = {flat: _stand_ins(flat) for flat in schedule.flats}
     versions = [flat.version for flat in schedule.flats]
     with schedule.before_call(_END) if write else nullcontext():
-        with _lent(schedule, wholes):
+        with _lent(schedule, wholes, write=write):
             yield model
         if write and versions != [flat.version for flat in schedule.flats]:
             raise StateError(
@@ -151,18 +153,21 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
                 "changes, and nothing of what was written in the context; do one after the other."
             )
         if write:
-            _require_values(wholes)
+            require_values(wholes)
     if write and schedule.comm.world_size > 1:
         _compare(schedule, wholes)
     _take_over(schedule, wholes, write=write)
 
 
 @contextmanager
-def _lent(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> Iterator[None]:
+def _lent(
+    schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]], *, write: bool
+) -> Iterator[None]:
     """A context in which the modules hold ``wholes``, which then are what was left in them.
 
     Raises:
         StateError: at the end, for a gradient that would be lost.
+        InputError: at the end of one for writing, as ``take_replaced``.
     """
     given = [whole for params in wholes.values() for whole in params]
     schedule.whole = True
@@ -175,7 +180,7 @@ def _lent(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> Iterato
             unit.put_params(wholes)
         yield
         refuse_lost_gradients(given)
-        _take_replaced(schedule, wholes)
+        take_replaced(schedule.units, wholes, write=write)
     finally:
         try:
             _end_loan(schedule, given)
@@ -191,28 +196,6 @@ def _end_loan(schedule: Schedule, given: list[nn.Parameter]) -> None:
         take_out(each)
         share_attributes(each, param)
     schedule.put_sharded()
-
-
-def _take_replaced(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None:
-    """Take parameters that were put into the modules in the place of ``wholes``."""
-    given = {id(param) for whole in wholes.values() for param in whole}
-    for unit in schedule.units:
-        for site in unit.sites:
-            now = site.module._parameters.get(site.attribute)
-            if now is not None and id(now) not in given:  # load_state_dict(assign=True)
-                wholes[site.flat][site.segment] = now
-
-
-def _require_values(wholes: dict[Flat, list[nn.Parameter]]) -> None:
-    for flat, params in wholes.items():
-        for name, value in zip(flat.names, params, strict=True):
-            if value.is_meta or value.layout is not torch.strided:
-                kind = "on the meta device" if value.is_meta else f"of {value.layout}"
-                raise InputError(
-                    f"{name}: zshard.full_params(model, write=True) has been left with a tensor "
-                    f"{kind} in its place, so nothing of what was written is taken. Put dense "
-                    "values there"
-                )
 
 
 def _compare(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]]) -> None:
