@@ -91,3 +91,23 @@ def test_what_is_lent_for_one_place_may_be_put_into_another() -> None:
     assert torch.equal(after["1.weight"], before["0.weight"])
     assert torch.equal(after["0.bias"], before["1.bias"])
     assert torch.equal(after["1.bias"], before["1.bias"])
+
+
+def removes(rank: int, world_size: int) -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), init="broadcast")
+    before = zshard.state_dict(model)
+    with (
+        pytest.raises(zshard.InputError, match=r"0\.bias was removed inside"),
+        zshard.full_params(model, write=True),
+    ):
+        nn.init.ones_(model[1].weight)
+        model[0].bias = None
+    assert all(map(torch.equal, zshard.state_dict(model).values(), before.values()))
+    with zshard.full_params(model):  # where nothing is taken, nothing is refused
+        model[0].bias = None
+    model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_was_removed_inside_is_refused(world_size: int) -> None:
+    run_ranks(removes, world_size)

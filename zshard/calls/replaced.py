@@ -22,7 +22,7 @@ def take_replaced(
         write: whether their values are taken as well.
 
     Raises:
-        InputError: if they are, and modules that share a parameter hold different ones.
+        InputError: if they are, and one was removed, or modules that share one hold different ones.
     """
     given = {flat: list(params) for flat, params in wholes.items()}
     for unit in units:
@@ -34,9 +34,15 @@ def take_replaced(
         for site in unit.sites:
             now = site.module._parameters.get(site.attribute)
             taken = wholes[site.flat][site.segment]
+            if now is None:
+                raise InputError(
+                    f"{site.flat.names[site.segment]} was removed inside zshard.full_params(model, "
+                    "write=True), so nothing of what was written is taken. Set it to zeros there, "
+                    "or remove it before zshard.wrap."
+                )
             # Else it is refused for its shape.
             of_its_shape = taken.shape == site.flat.layout.segments[site.segment].shape
-            if now is not None and of_its_shape and not _alike(now, taken):
+            if of_its_shape and not _alike(now, taken):
                 names = ", ".join(site.flat.all_names[site.segment])
                 raise InputError(
                     f"{names} are one parameter, and zshard.full_params(model, write=True) has "

@@ -122,8 +122,8 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             has used; at the end of one for writing, if a sharded parameter was changed meanwhile
             (by an optimizer's step, say).
         InputError: for a ``write`` that is neither True nor False; at the end, for a parameter that
-            was replaced by one of another shape, or of no values (on the meta device), or sparse,
-            or by different ones in several modules that share it.
+            was removed, or replaced by one of another shape, or of no values (on the meta device),
+            or sparse, or by different ones in several modules that share it.
         MismatchError: on every rank, if they do not all enter, or some to write; if persistent
             buffers differ in shape; at the end of one for writing, if ranks left other values.
         WrapError: if the model is not wrapped.
