@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import zshard
 from zshard.optimizers import optim_states
+from zshard.param import Sharded
 
 
 def loaded_at_once(rank: int, world_size: int, strategy: str, dtypes: str) -> None:
@@ -135,6 +137,53 @@ def changed_after_a_refused_method(rank: int, world_size: int, strategy: str) ->
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_a_method_that_is_refused_as_it_begins_is_over(strategy: str, world_size: int) -> None:
     run_ranks(changed_after_a_refused_method, world_size, strategy)
+
+
+class Pairs(NamedTuple):
+    """What cannot be made of its parts again, as the cast of a forward's output has to."""
+
+    first: Tensor
+
+
+class Unmade(Pairs):
+    def __new__(cls, first: Tensor, second: str = "") -> Unmade:
+        if not second:
+            raise ArithmeticError
+        return super().__new__(cls, first)
+
+
+class Pairing(Blocks):
+    pairs = False
+
+    def forward(self, x: Tensor) -> Tensor | Unmade:
+        made = super().forward(x)
+        return Unmade(made, "second") if self.pairs else made
+
+    def paired(self, x: Tensor) -> Unmade:
+        return Unmade(self.outlet(self.inlet(x)), "second")
+
+
+def casts(rank: int, world_size: int, method: bool) -> None:
+    torch.manual_seed(0)
+    precision = zshard.Precision.bf16(output=torch.float32)
+    model = zshard.wrap(Pairing(), precision=precision)
+    zshard.method(model, "paired")
+    optimizer = zshard.SGD(model.parameters(), lr=0.0)
+    before = one_step(model, rank, 0)
+    model.pairs = True
+    with pytest.raises(ArithmeticError):
+        (model.paired if method else model)(batch(rank, 0))
+    model.pairs = False
+    assert all(isinstance(param, Sharded) for param in model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(one_step(model, rank, 0), before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("method", [False, True])
+def test_a_forward_is_over_whose_output_cannot_be_cast(method: bool, world_size: int) -> None:
+    run_ranks(casts, world_size, method)
 
 
 class Interrupted(Blocks):

@@ -51,8 +51,10 @@ def map_tensors(
     return copied
 
 
-def cast_floating(value: object, dtype: torch.dtype) -> object:
-    """``value`` with every floating-point tensor in its containers as ``dtype``."""
+def cast_floating(value: object, dtype: torch.dtype | None) -> object:
+    """``value`` with every floating-point tensor in its containers as ``dtype``; None: as it is."""
+    if dtype is None:
+        return value
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 

@@ -175,9 +175,8 @@ class ForwardHooks:
             elif inside_backward():  # a recomputation, before that has come to this model
                 self._executor.release_all()
             return None  # else it was refused, and has begun nothing that is to be ended
-        if schedule.precision.output is not None:
-            output = cast_floating(output, schedule.precision.output)
         if self._executor.state is TrainingState.BACKWARD:  # all of the model is being recomputed
+            output = cast_floating(output, schedule.precision.output)
             self._watch(self._root, output)
             return output
         return self._end(output)
@@ -195,6 +194,7 @@ class ForwardHooks:
         """End what ``_begin`` has begun, or a method."""
         try:
             self._root.check_unwritten()
+            output = cast_floating(output, self._schedule.precision.output)  # may lack memory
             output = self._root.copy_views(output)
         except BaseException:
             self._schedule.reset()
