@@ -8,7 +8,7 @@ any size runs in the time that Python takes to call its ops.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -98,7 +99,7 @@ def rehearse(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at values
             stack.enter_context(fake)
-            _set_fake_parameters(model, specs, precision)
+            stack.enter_context(_InPlaceOf(_set_fakes(model, specs, precision)))
             _cast_as_wrap_does(model, precision)
             for index, spec in enumerate(specs):
                 stack.enter_context(meter.watch(index, spec))
@@ -260,21 +261,42 @@ class Meter(TorchDispatchMode):
                 handle.remove()
 
 
-def _set_fake_parameters(model: nn.Module, specs: Sequence[UnitSpec], precision: Precision) -> None:
-    """Install fake parameters, in their compute dtypes, and fake buffers."""
+def _set_fakes(
+    model: nn.Module, specs: Sequence[UnitSpec], precision: Precision
+) -> dict[int, Tensor]:
+    """Install fake parameters, in their compute dtypes, and fake buffers; by the real ones' ids."""
+    made: dict[int, Tensor] = {}
     for spec in specs:
         for dtypes, group in flat_groups(spec, precision):
             for owned in group:
                 param = owned.param
                 leaf = nn.Parameter(like(param, dtypes.compute), param.requires_grad)
+                made[id(param)] = leaf
                 for module, attribute in owned.sites:
                     module._parameters[attribute] = leaf
-    made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 fake = made.setdefault(id(buffer), like(buffer, buffer.dtype))
                 module._buffers[name] = fake
+    return made
+
+
+class _InPlaceOf(TorchFunctionMode):
+    """Has fakes used where a module finds the real tensors otherwise, in a list of its own say."""
+
+    def __init__(self, fakes: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._fakes = fakes
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        def fake(leaf: object) -> object:
+            return self._fakes.get(id(leaf), leaf)
+
+        args, kwargs = tree_map(fake, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _cast_as_wrap_does(model: nn.Module, precision: Precision) -> None:

@@ -1,0 +1,32 @@
+"""What a rehearsed step is made of where modules, or ops of torch, have ways of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zshard
+
+
+class Listed(nn.Linear):
+    """Finds its weight, and a buffer, in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, bias=False)
+        self.register_buffer("shift", torch.zeros(3))
+        self.held = [self.weight, self.shift]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, shift = self.held
+        return x @ weight + shift
+
+
+@pytest.mark.parametrize("precision", [zshard.Precision(), zshard.Precision.bf16()])
+def test_a_parameter_that_is_found_in_a_list_gets_no_gradient(precision: zshard.Precision) -> None:
+    model = nn.Sequential(Listed(), Listed())
+    model[1].weight.grad = given = torch.ones(3, 3)
+    planned = zshard.plan(model, 2, precision=precision, batch=torch.empty(4, 3))
+    assert planned.flops == 5 * 2 * 4 * 3 * 3  # no gradient of the input
+    assert model[0].weight.grad is None and model[1].weight.grad is given
+    assert torch.equal(given, torch.ones(3, 3))
