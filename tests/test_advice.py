@@ -173,7 +173,7 @@ class CallsOn(nn.Linear):
 def test_a_class_whose_own_call_goes_on_to_nn_modules_is_not_told_that_nothing_gathers() -> None:
     model = zshard.wrap(CallsOn(3, 3))
     model.kept = [model.weight]
-    with pytest.raises(zshard.ShardedAccessError, match=r"outside the module of its unit") as error:
+    with pytest.raises(zshard.ShardedAccessError, match="whole now, as the attribute") as error:
         model(torch.ones(2, 3))
     assert "__call__" not in str(error.value)
 
@@ -220,3 +220,26 @@ def test_an_average_that_is_not_sharded_is_told_how_it_comes_to_be() -> None:
         zshard.wrap(averages[1])
         for average in (model.weight.clone(), averages[1].weight):
             average.lerp_(model.weight, 0.1)
+
+
+class Listed(nn.Linear):
+    """Finds its weight in a list of its own, which was made before wrap."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, bias=False)
+        self.weights = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0]
+
+
+def test_another_reference_to_a_parameter_that_is_whole_now_is_told_where_that_is() -> None:
+    match = r"'0\.weight' .* whole now, as the attribute 'weight' of its Listed: read it there"
+    model = zshard.wrap(nn.Sequential(Listed(), Listed()))
+    param = model[0].weight
+    with pytest.raises(zshard.ShardedAccessError, match=match):
+        model(torch.ones(2, 3))
+    with zshard.full_params(model), pytest.raises(zshard.ShardedAccessError, match=match):
+        param.cumsum(0)
+    with pytest.raises(zshard.ShardedAccessError, match=r"Read it with zshard\.full_param"):
+        param.cumsum(0)

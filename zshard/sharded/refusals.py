@@ -161,6 +161,11 @@ def _remedy(param: Sharded) -> str:
             "which gathers. Call that in the forward of a module around it, and "
             + ("wrap that one." if unit.parent is None else "make that one the unit (units=).")
         )
+    if held := _whole_in(param):
+        return (
+            f"It is whole now, as {held}: read it there, anew each time. What else refers to it, "
+            "such as a list that was made of parameters before, has the sharded one."
+        )
     label, user = unit.label, _called_past(unit)
     outside = f"is used outside the module of its unit {label!r}"
     names = param.flat.all_names[param.segment]
@@ -213,6 +218,16 @@ def _remedy(param: Sharded) -> str:
         "gathers), it is another method (which gathers after zshard.method(model, name)), or the "
         f"parameter {outside}."
     )
+
+
+def _whole_in(param: Sharded) -> str:
+    """Where the whole of ``param`` is found, in words, if a module holds that now; or ""."""
+    flat, segment = param.flat, param.segment
+    sharded: torch.Tensor = flat.params[segment]
+    for site in (s for s in flat.unit.sites if s.flat is flat and s.segment == segment):
+        if site.module._parameters.get(site.attribute) is not sharded:
+            return f"the attribute {site.attribute!r} of its {type(site.module).__name__}"
+    return ""
 
 
 def _calls_itself(module: torch.nn.Module) -> bool:
