@@ -30,3 +30,16 @@ def test_a_parameter_that_is_found_in_a_list_gets_no_gradient(precision: zshard.
     assert planned.flops == 5 * 2 * 4 * 3 * 3  # no gradient of the input
     assert model[0].weight.grad is None and model[1].weight.grad is given
     assert torch.equal(given, torch.ones(3, 3))
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}])
+def test_the_products_of_an_lstm_are_counted(options: dict[str, object]) -> None:
+    model = Recurrent(16, 24, **options)
+    planned = zshard.plan(model, 2, batch=torch.empty(7, 5, 16, requires_grad=True))
+    elements = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert planned.flops == 3 * 2 * 7 * 5 * elements  # forward, and the gradients of both

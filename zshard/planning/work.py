@@ -49,6 +49,8 @@ def call_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: object) -> Cal
     elif packet in _CPU_ATTENTION:
         shapes = [t.shape if isinstance(t, Tensor) else t for t in args]
         kind, flops = "attention", _CPU_ATTENTION[packet](*shapes)
+    elif packet in _RECURRENT:
+        kind, flops = "product", _RECURRENT[packet] * _recurrent(*args[:3])
     elif packet in (counts := _flop_counter().flop_registry):
         kind = "attention" if "attention" in str(packet) else "product"
         flops = counts[packet](*args, **kwargs, out_val=out)
@@ -87,6 +89,11 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any)
     return _causal(flops, rest)
 
 
+def _recurrent(x: Tensor, of_input: Tensor, of_state: Tensor) -> int:
+    """Of a layer with these weights on ``x`` (T, B, n): each step takes both."""
+    return 2 * x.shape[0] * x.shape[1] * (of_input.numel() + of_state.numel())
+
+
 def _flop_counter() -> ModuleType:
     """Not imported above: it imports triton, and a CUDA build of torch without one warns of it."""
     from torch.utils import flop_counter
@@ -108,3 +115,7 @@ _CPU_ATTENTION: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
+
+# An LSTM's layer on the CPU is one op, which torch has no formula for. Its backward multiplies
+# twice: for the gradients of what came in, and of the weights.
+_RECURRENT: dict[Any, int] = {aten.mkldnn_rnn_layer: 1, aten.mkldnn_rnn_layer_backward: 2}
