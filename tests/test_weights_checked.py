@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,16 @@ def test_a_file_that_was_changed_and_kept_its_id_is_refused_before_anything_is_r
             zshard.load_weights(model, tmp_path, strict=strict)
     (tmp_path / "checkpoint.json").unlink()
     assert zshard.load_weights(model, tmp_path, strict=False).unexpected == ["more"]
+
+
+def test_an_id_of_a_save_that_is_no_text_is_damage_of_the_header(tmp_path: Path) -> None:
+    zshard.export(tmp_path, zshard.wrap(nn.Linear(2, 4)))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(
+        re.sub(rb'"zshard_save":"(\w{30})\w+"', rb'"zshard_save":["\1"]', path.read_bytes())
+    )
+    with pytest.raises(zshard.CheckpointError, match="header is damaged: zshard_save is a list"):
+        zshard.load_weights(zshard.wrap(nn.Linear(2, 4)), tmp_path)
 
 
 @pytest.mark.parametrize(("was", "now"), [("F32", "I32"), ("[4,2]", "[2,4]")])

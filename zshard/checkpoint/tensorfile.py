@@ -163,7 +163,7 @@ def read_header(file: File) -> Header:
         header = json.loads(text)
         if not isinstance(header, dict):
             raise TypeError(f"a {type(header).__name__}")
-        metadata = header.pop(_METADATA, None)
+        save = _save_of(header.pop(_METADATA, None))
         slabs = {name: _slab(entry, _LENGTH_BYTES + count) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file.path}: its safetensors header is damaged: {error}") from error
@@ -174,7 +174,14 @@ def read_header(file: File) -> Header:
         end += slab.spec.nbytes
     if end != size:
         raise CheckpointError(f"{file.path}: has {size} bytes, and its header describes {end}")
-    return Header(slabs, metadata.get(SAVE) if isinstance(metadata, dict) else None)
+    return Header(slabs, save)
+
+
+def _save_of(metadata: object) -> str | None:
+    save = metadata.get(SAVE) if isinstance(metadata, dict) else None
+    if save is not None and not isinstance(save, str):
+        raise TypeError(f"{SAVE} is a {type(save).__name__}")
+    return save
 
 
 def _slab(entry: Mapping[str, object], data: int) -> Slab:
