@@ -149,7 +149,7 @@ def test_a_line_of_metrics_that_finds_no_room_is_an_error_with_the_files_name(
         log.write(StepMetrics(1, 1.0, 1.0, 0.1, 0.1, 10.0, 0.0))
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"step": 1, "mood": 2}', "3"])
+@pytest.mark.parametrize("line", ["{", "[1]", '{"a": 2}', "3", '{"step":"1","validation_loss":1}'])
 def test_a_line_of_metrics_that_is_none_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 0, "validation_loss": 1.0}) + f"\n{line}\n")

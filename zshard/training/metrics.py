@@ -148,8 +148,11 @@ def _parse(line: str, where: str) -> Line:
     try:
         fields = json.loads(line)
         kind = Validation if "validation_loss" in fields else StepMetrics
+        for name, value in fields.items():
+            if not isinstance(value, int | float) and (name, value) != ("exposed_percent", None):
+                raise ValueError(f"{name} is {value!r}")
         return kind(**fields)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{where}: no metrics of zshard train ({error})") from error
 
 
