@@ -111,6 +111,19 @@ def test_views_in_an_attribute_would_keep_the_values_of_wrap(container: type) ->
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_parameter_that_is_a_buffer_as_well_is_refused(persistent: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 5))
+    model.register_buffer("shift", model[0].bias, persistent=persistent)
+    match = r"the buffer shift is the parameter 0\.bias itself"
+    for attempt in (zshard.wrap, lambda each: zshard.plan(each, 2)):
+        with pytest.raises(zshard.WrapError, match=match):
+            attempt(model)
+    del model.shift
+    model.shift = model[0].bias
+    assert zshard.full_param(zshard.wrap(model), "shift").shape == (5,)
+
+
 def test_what_lies_in_a_list_beside_the_parameters_is_in_no_wraps_way() -> None:
     class Reading(dict):  # type: ignore[type-arg]
         def items(self) -> object:

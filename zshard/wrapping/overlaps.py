@@ -31,9 +31,16 @@ def check_apart(model: nn.Module, specs: Sequence[UnitSpec]) -> None:
     as good as any.
 
     Raises:
-        WrapError: with the two; with what is sharded already.
+        WrapError: with the two; with one that is a buffer, too; with what is sharded already.
     """
     owned = {id(each.param): each.name for spec in specs for each in spec.params}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if id(buffer) in owned:
+            raise WrapError(
+                f"the buffer {name} is the parameter {owned[id(buffer)]} itself, and buffers stay "
+                "whole. Register it as a parameter there, too (assign it as an attribute), which "
+                "ties the two; or give the buffer a copy (detach().clone())."
+            )
     # That reach to where the sweep has come: many others may lie upon each other.
     sharded: list[_Located] = []
     others: list[_Located] = []
