@@ -143,3 +143,12 @@ def test_all_ranks_hear_of_one_whose_device_the_process_group_has_no_backend_for
     others, own = run_ranks(on_a_device_of_its_own, 2)
     assert "has no backend for other:0, where the parameters are" in own
     assert others == f"rank 1: {own}"
+
+
+def test_classes_of_units_may_come_twice_and_what_is_no_class_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    for wrong in (["0"], {}, 5):
+        with pytest.raises(zshard.InputError, match="expected module classes or names of modules"):
+            zshard.wrap(model, units=[wrong])
+    held = zshard.memory(zshard.wrap(model, units=[type(model[0]), type(model[2])]))
+    assert [unit["name"] for unit in held["units"]] == ["root", "0", "2"]

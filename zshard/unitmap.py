@@ -171,7 +171,7 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     wanted = (units,) if isinstance(units, type) else tuple(units)
     classes = tuple(u for u in wanted if isinstance(u, type))
     names = {u for u in wanted if isinstance(u, str)}
-    if len(classes) + len(names) != len(set(wanted)):
+    if not all(isinstance(u, type | str) for u in wanted):
         raise InputError(f"units={units!r}: expected module classes or names of modules")
     if unknown := sorted(names - modules.keys()):
         raise InputError(f"units: the model has no module named {', '.join(unknown)}")
