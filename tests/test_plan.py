@@ -194,6 +194,7 @@ def test_what_cannot_be_planned_is_refused(arguments: tuple[object, int], words:
     [
         {"optimizer": "lion"},
         {"prefetch": -1},
+        {"checkpointing": "never", "batch": torch.ones(2, 3)},
         {"activations": -2},
         {"backend": "mpi"},
         {"strategy": "zero4"},

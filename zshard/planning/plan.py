@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..flags import require_flags
 from ..precision import Precision
 from ..strategy import Choice, zero_name
 from ..transports.transport import Transport, require_transport
@@ -48,6 +49,7 @@ class Setup:
             raise InputError(
                 f"optimizer={self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}"
             )
+        require_flags(checkpointing=self.checkpointing)
         require_transport(self.comm)
 
 
