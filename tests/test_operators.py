@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zshard
 from zshard.sharded.operators import operator
+from zshard.units import full_buffer, leaf
 
 
 def _operators(prefix: str) -> dict[str, bool]:
@@ -240,3 +241,19 @@ def test_an_optimizer_may_compute_with_parameters_in_another_dtype(
     to_meta = _InFloat64(wrapped.parameters(), lambda param: param.to("meta", torch.float64))
     with pytest.raises(zshard.StateError, match="dtype and device cannot change"):
         to_meta.step()
+
+
+def test_a_write_to_one_parameter_passes_over_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zshard.wrap(nn.Sequential(*(nn.Linear(3, 3) for _ in range(8))), units="model")
+    model(torch.ones(2, 3)).sum().backward()
+    told: list[int] = []
+
+    def counted(leaves: Sequence[nn.Parameter], kind: type[nn.Parameter]) -> None:
+        told.append(len(leaves))
+        leaf.set_kind(leaves, kind)
+
+    monkeypatch.setattr(full_buffer, "set_kind", counted)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.9)
+    assert sum(told) <= len(list(model.parameters()))

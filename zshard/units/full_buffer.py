@@ -84,6 +84,7 @@ class FullBuffer:
             leaf = Parameter(segment.view_of(self.base), requires_grad=self._flat.trained[index])
             self.leaves.append(leaf)
             self._watch(index)
+        set_kind(self.leaves, DeadLeaf)
 
     @property
     def aliases(self) -> int:
@@ -164,11 +165,13 @@ class FullBuffer:
         if self.base is not None:
             if self._valid and self.written and self._flat.master.has_copy:
                 self._flat.master.stale = True  # it may have been written: to be cast anew
+            if valid or self._valid:  # an optimizer comes here for every parameter it writes
+                self._valid = True  # until all leaves are told: an exception may come before
+                set_kind(self.leaves, LiveLeaf if valid else DeadLeaf)
             self._valid = valid
             state = 2 * self._flat.version + (not valid)
             self._marked = self._noted = state * _ROOM % _COUNTERS
             _unsafe_set_version_counter((self.base,), (self._marked,))
-            set_kind(self.leaves, LiveLeaf if valid else DeadLeaf)
 
     def retire(self, *, stays: bool) -> None:
         """End a use of the values.
