@@ -105,6 +105,31 @@ def test_updated_shards_are_gathered_after_the_step_in_the_order_of_the_next_for
         assert not any(phase == "gather" for phase, _ in events[: events.index(("step", "root"))])
 
 
+def read_one(
+    rank: int, world_size: int, comm: str, precision: zshard.Precision | None
+) -> tuple[list[int], list[int]]:
+    torch.manual_seed(0)
+    model = zshard.wrap(Wide(), units="model", comm=comm, precision=precision)
+    step(model, zshard.AdamW(model.parameters()), rank)
+    model(torch.ones(4, 3)).float().square().mean().backward()
+    sent, name, stats = [], "blocks.1.down.bias", zshard.stats(model)
+    for read in (zshard.full_param, zshard.full_grad):
+        before = stats.sent_bytes["all_gather"]
+        found = read(model, name)
+        assert found is not None
+        sent.append(stats.sent_bytes["all_gather"] - before)
+    return sent, [4 * found.numel() * (world_size - 1)] * 2
+
+
+@pytest.mark.parametrize("precision", [None, zshard.Precision.bf16()], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("comm", ["group", "peer"])
+def test_a_read_of_one_parameter_sends_that_alone(
+    comm: str, precision: zshard.Precision | None
+) -> None:
+    for sent, expected in run_ranks(read_one, 2, comm, precision):
+        assert sent == expected
+
+
 # --- bytes in memory -----------------------------------------------------------------------------
 
 

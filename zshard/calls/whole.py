@@ -19,7 +19,7 @@ from ..flags import require_flags
 from ..optimizers.stand_ins import put_in, refuse_lost_gradients, take_out
 from ..param import Sharded
 from ..schedule import Schedule
-from ..sharded.slices import own_slice
+from ..sharded.slices import all_of, own_slice
 from ..tag import Tag
 from ..unit import State
 from ..unitmap import state_key
@@ -53,8 +53,8 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     call = f"full_param({name!r})"
     with schedule.comm.awaited(call):
         schedule.begin_call(call)
-        full = all_gather(flat, flat.master.read())
-    return _whole(flat, index, full).to(flat.dtypes.param)
+        whole = all_of(flat, index, flat.master.read(*flat.local(index).at))
+    return _shaped(flat, index, whole).to(flat.dtypes.param)
 
 
 def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -96,8 +96,8 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
                 f"{call}: {schedule.comm.names(missing)} have dropped the gradient (zero_grad, "
                 ".grad = None), while the others still have it. Drop it on every rank"
             )
-        full = all_gather(flat, flat.grads.seen(index))
-    return _whole(flat, index, full)
+        whole = all_of(flat, index, flat.grads.seen(index))
+    return _shaped(flat, index, whole)
 
 
 @contextmanager
@@ -277,10 +277,11 @@ def mark_updated(model: nn.Module) -> None:
 def _find(schedule: Schedule, name: str) -> tuple[Flat, int]:
     if not isinstance(name, str):
         raise InputError(f"name={name!r}: expected a name that model.named_parameters() lists")
-    for flat in schedule.flats:
-        for index, names in enumerate(flat.all_names):
-            if name in names or name in map(state_key, names):
-                return flat, index
+    for as_registered in (True, False):
+        for flat in schedule.flats:
+            for index, names in enumerate(flat.all_names):
+                if name in (names if as_registered else map(state_key, names)):
+                    return flat, index
     if name in dict(schedule.model.named_parameters(remove_duplicate=False)):
         raise InputError(f"{name!r} is not sharded (ignored=): every rank has it, read it there")
     raise InputError(
@@ -294,9 +295,10 @@ def all_gather(flat: Flat, owned: torch.Tensor) -> torch.Tensor:
     return flat.all_gather(owned, flat.schedule.comm, tag)
 
 
-def _whole(flat: Flat, index: int, full: torch.Tensor) -> torch.Tensor:
-    """Parameter ``index`` out of the full buffer, as a tensor of its own."""
-    view = flat.layout.segments[index].view_of(full)
+def _shaped(flat: Flat, index: int, whole: torch.Tensor) -> torch.Tensor:
+    """Parameter ``index``, of which ``whole`` is (numel,), as a tensor of its own."""
+    segment = flat.layout.segments[index]
+    view = torch.as_strided(whole, segment.shape, segment.stride)
     return view.clone(memory_format=torch.preserve_format)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..errors import ShardedAccessError
 from ..layout import aligned
 from ..param import Sharded, ShardedGrad
 from ..tag import Tag
+
+if TYPE_CHECKING:
+    from ..units.flat import Flat
 
 
 def own_slice(target: Sharded, whole: torch.Tensor) -> torch.Tensor:
@@ -59,11 +64,23 @@ def _whole(other: Sharded, like: Sharded, both: str) -> torch.Tensor:
     call = f"{both} (cut into different shards)"
     with comm.awaited(call):
         schedule.begin_call(call)
-        shards = map(flat.layout.shard, range(comm.size))
-        sizes = [flat.layout.local(other.segment, shard).elements.numel for shard in shards]
-        row = mine.new_zeros(aligned(max(sizes) * mine.itemsize) // mine.itemsize)
-        row[: mine.numel()] = mine
-        rows = row.new_empty(comm.size, row.numel())
-        tag = Tag(schedule.executor.step, "gather", flat.unit.label, other.fqn)
-        comm.all_gather(rows.view(-1).view(torch.uint8), row.view(torch.uint8), tag).wait()
+        return all_of(flat, other.segment, mine)
+
+
+def all_of(flat: Flat, index: int, mine: torch.Tensor) -> torch.Tensor:
+    """All elements of segment ``index``, (numel,) in memory order, without the rest of its unit.
+
+    A collective, behind ``Schedule.begin_call``; but not where every rank owns all: then it is
+    ``mine`` itself, this rank's slice.
+    """
+    if not flat.needs_gather or flat.layout.segments[index].numel == 0:
+        return mine
+    comm = flat.schedule.comm
+    shards = map(flat.layout.shard, range(comm.size))
+    sizes = [flat.layout.local(index, shard).elements.numel for shard in shards]
+    row = mine.new_zeros(aligned(max(sizes) * mine.itemsize) // mine.itemsize)
+    row[: mine.numel()] = mine
+    rows = row.new_empty(comm.size, row.numel())
+    tag = Tag(flat.schedule.executor.step, "gather", flat.unit.label, flat.names[index])
+    comm.all_gather(rows.view(-1).view(torch.uint8), row.view(torch.uint8), tag).wait()
     return torch.cat([r[:n] for r, n in zip(rows, sizes, strict=True)])

@@ -162,16 +162,16 @@ class Gradients:
         return self._totals.grad_scale
 
     def seen(self, index: int) -> torch.Tensor:
-        """(O,) reduce dtype: ``owned`` as a reader of gradient ``index`` sees it.
+        """This rank's slice of gradient ``index`` as a reader sees it, reduce dtype.
 
         Raises:
             StateError: as ``before_look``.
         """
-        scale = self.before_look(index)
+        scale, mine = self.before_look(index), self._flat.local(index).at.of(self.owned())
         if scale is None:
-            return self.owned()
+            return mine
         master = self._flat.dtypes.master
-        return (self.owned().to(master) * scale.to(master)).to(self._flat.dtypes.reduce)
+        return (mine.to(master) * scale.to(master)).to(self._flat.dtypes.reduce)
 
     def _apply_scale(self, index: int) -> None:
         self._refuse_fp16(index)
