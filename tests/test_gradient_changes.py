@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import zshard
+from zshard.units.gradient import Gradients
 
 REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -222,3 +223,21 @@ def test_a_number_that_is_none_is_refused(wrong: object) -> None:
         zshard.clip_grad_norm_(model, wrong)  # type: ignore[arg-type]
     with pytest.raises(zshard.InputError, match="norm_type"):
         zshard.clip_grad_norm_(model, 1.0, wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", ["grad", "data.zero_"])
+def test_a_change_of_one_gradient_looks_at_those_of_no_other_unit(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, grad = backward()
+    looked_at: set[Gradients] = set()
+    look = Gradients._refuse_fp16
+
+    def noted(gradients: Gradients, index: int) -> None:
+        looked_at.add(gradients)
+        look(gradients, index)
+
+    monkeypatch.setattr(Gradients, "_refuse_fp16", noted)
+    CHANGES[change](grad)
+    next(model.parameters()).grad = torch.zeros_like(grad)
+    assert len(looked_at) <= 1

@@ -123,8 +123,8 @@ class Totals:
 
         In fp16 small values of the others would become 0: there it waits until all are zeroed.
         """
-        fp16 = any(each.dtypes.reduce == torch.float16 for each in self._flats)
-        if not (self.unscales and fp16):
+        reduced = (each.dtypes.reduce for each in self._flats)  # asked for only where it matters
+        if not (self.unscales and torch.float16 in reduced):
             self.apply_scale()
             return
         self._zeroed[flat].add(index)

@@ -175,9 +175,10 @@ class Gradients:
 
     def _apply_scale(self, index: int) -> None:
         self._refuse_fp16(index)
-        for flat in self._flat.schedule.flats:  # it applies to all of them
-            if True in flat.grads.present:
-                flat.grads._refuse_fp16(flat.grads.present.index(True))
+        if self._totals.unscales:
+            for flat in self._flat.schedule.flats:  # it applies to all of them
+                if True in flat.grads.present:
+                    flat.grads._refuse_fp16(flat.grads.present.index(True))
         self._totals.apply_scale()
 
     def _refuse_fp16(self, index: int) -> None:
