@@ -53,8 +53,8 @@ def full_param(model: nn.Module, name: str) -> torch.Tensor:
     call = f"full_param({name!r})"
     with schedule.comm.awaited(call):
         schedule.begin_call(call)
-        whole = all_of(flat, index, flat.master.read(*flat.local(index).at))
-    return _shaped(flat, index, whole).to(flat.dtypes.param)
+        mine = flat.master.read(*flat.local(index).at)
+        return _whole(flat, index, mine).to(flat.dtypes.param)
 
 
 def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -96,8 +96,7 @@ def full_grad(model: nn.Module, name: str) -> torch.Tensor | None:
                 f"{call}: {schedule.comm.names(missing)} have dropped the gradient (zero_grad, "
                 ".grad = None), while the others still have it. Drop it on every rank"
             )
-        whole = all_of(flat, index, flat.grads.seen(index))
-    return _shaped(flat, index, whole)
+        return _whole(flat, index, flat.grads.seen(index))
 
 
 @contextmanager
@@ -295,11 +294,12 @@ def all_gather(flat: Flat, owned: torch.Tensor) -> torch.Tensor:
     return flat.all_gather(owned, flat.schedule.comm, tag)
 
 
-def _shaped(flat: Flat, index: int, whole: torch.Tensor) -> torch.Tensor:
-    """Parameter ``index``, of which ``whole`` is (numel,), as a tensor of its own."""
-    segment = flat.layout.segments[index]
-    view = torch.as_strided(whole, segment.shape, segment.stride)
-    return view.clone(memory_format=torch.preserve_format)
+def _whole(flat: Flat, index: int, mine: torch.Tensor) -> torch.Tensor:
+    """All of parameter ``index``, or its gradient, as a tensor of its own; see ``all_of``."""
+    segment, whole = flat.layout.segments[index], all_of(flat, index, mine)
+    if whole is mine:
+        whole = mine.clone()
+    return torch.as_strided(whole, segment.shape, segment.stride)
 
 
 def _stand_ins(flat: Flat) -> list[nn.Parameter]:

@@ -78,8 +78,9 @@ def all_of(flat: Flat, index: int, mine: torch.Tensor) -> torch.Tensor:
     comm = flat.schedule.comm
     shards = map(flat.layout.shard, range(comm.size))
     sizes = [flat.layout.local(index, shard).elements.numel for shard in shards]
-    row = mine.new_zeros(aligned(max(sizes) * mine.itemsize) // mine.itemsize)
+    row = mine.new_empty(aligned(max(sizes) * mine.itemsize) // mine.itemsize)
     row[: mine.numel()] = mine
+    row[mine.numel() :] = 0
     rows = row.new_empty(comm.size, row.numel())
     tag = Tag(flat.schedule.executor.step, "gather", flat.unit.label, flat.names[index])
     comm.all_gather(rows.view(-1).view(torch.uint8), row.view(torch.uint8), tag).wait()
