@@ -221,3 +221,17 @@ def test_what_leads_back_to_what_it_lies_in_goes_through_units() -> None:
     assert map_tensors(torch.neg, cycle)[1]["again"] is cycle
     cycle[1] = cycle
     assert map_tensors(torch.neg, cycle)[1] is cycle
+
+
+def test_what_is_found_on_many_ways_is_looked_at_once() -> None:
+    nodes = [Leaf(torch.ones(2)) for _ in range(8)]
+    for node in nodes:
+        node.below = [other for other in nodes if other is not node]
+    looked_at: list[Tensor] = []
+    assert map_tensors(lambda tensor: looked_at.append(tensor) or tensor, nodes[0]) is nodes[0]
+    assert len(looked_at) == len(nodes)
+    shared: Any = [INPUT]
+    for _ in range(12):
+        shared = [shared, shared]
+    out = map_tensors(torch.neg, shared)
+    assert out is not shared and out[0] is out[1]  # type: ignore[index]

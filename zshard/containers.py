@@ -17,32 +17,46 @@ _PLAIN = frozenset((type(None), str, int, float, bool, bytes))
 def map_tensors(
     function: Callable[[torch.Tensor], torch.Tensor],
     value: object,
-    around: frozenset[int] = frozenset(),
+    made: dict[int, tuple[object, object]] | None = None,
 ) -> object:
     """``value`` with ``function`` applied to every tensor in its containers and dataclasses.
 
-    A container in which that changes nothing stays itself, so that a module may write to it.
+    A container in which that changes nothing stays itself, so that a module may write to it. One
+    that is found in several places is looked at once.
 
     Args:
-        around: ids of what ``value`` lies in. Back to one of these it leads as before.
+        made: by its id, what was met, and what was made of it: itself, while that is under way, as
+            ``value`` may lead back to what it lies in.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if type(value) in _PLAIN or id(value) in around:
+    if type(value) in _PLAIN:
         return value
-    around |= {id(value)}
+    made = {} if made is None else made
+    if id(value) not in made:
+        made[id(value)] = value, value
+        made[id(value)] = value, _mapped(function, value, made)
+    return made[id(value)][1]
+
+
+def _mapped(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    value: object,
+    made: dict[int, tuple[object, object]],
+) -> object:
+    """What ``map_tensors`` makes of ``value``, which may be a container or a dataclass."""
     # Not by ``value``: torch's tree_flatten makes a cycle that holds this until it is collected.
     outermost = iter((True,))
     children, spec = tree_flatten(value, is_leaf=lambda _: not next(outermost, False))
     if not (len(children) == 1 and children[0] is value):
-        mapped = [map_tensors(function, child, around) for child in children]
+        mapped = [map_tensors(function, child, made) for child in children]
         same = all(after is before for after, before in zip(mapped, children, strict=True))
         return value if same else tree_unflatten(mapped, spec)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
     before = {name: getattr(value, name) for name in fields}
-    after = {name: map_tensors(function, held, around) for name, held in before.items()}
+    after = {name: map_tensors(function, held, made) for name, held in before.items()}
     if all(after[name] is held for name, held in before.items()):
         return value
     copied = copy.copy(value)
