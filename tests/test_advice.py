@@ -243,3 +243,17 @@ def test_another_reference_to_a_parameter_that_is_whole_now_is_told_where_that_i
         param.cumsum(0)
     with pytest.raises(zshard.ShardedAccessError, match=r"Read it with zshard\.full_param"):
         param.cumsum(0)
+
+
+def test_a_parameter_that_was_replaced_or_deleted_is_not_said_to_be_whole() -> None:
+    match = r"Read it with zshard\.full_param"
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    param = model[0].weight
+    with zshard.full_params(model):
+        model[0].weight = None
+        with pytest.raises(zshard.ShardedAccessError, match=match):
+            param.cumsum(0)
+    for other in (nn.Parameter(torch.ones(3, 3)), None):
+        model[0].weight = other
+        with pytest.raises(zshard.ShardedAccessError, match=match):
+            param.cumsum(0)

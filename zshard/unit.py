@@ -60,6 +60,7 @@ class Unit:
         full_bytes: of the full buffer, all flats together.
         slot_bytes: what the unit takes of a slot while it is gathered; 0 where it needs none.
         attached: the slot that the leaves are views of.
+        installed: whether the modules hold the whole parameters.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Unit:
         self._comm, self._pool = comm, pool
         self._home: Slot | None = None
         self.attached: Slot | None = None
-        self._installed = False  # whether the modules hold the whole parameters
+        self.installed = False
         self._gathers: list[Handle] = []
         self._last_gather = Tag(0, "gather", self.label)
         self._gathered_versions: list[int] | None = None  # of the flats, as gathered last
@@ -183,18 +184,18 @@ class Unit:
 
     def install(self) -> None:
         """Put the whole parameters into the modules, for a forward or a recomputation."""
-        if not self._installed:
+        if not self.installed:
             self.require_parameters()  # before any of the modules is changed
-            self._installed = True  # or some of them, should an exception come here
+            self.installed = True  # or some of them, should an exception come here
             for site in self.sites:
                 site.install(site.flat.full.leaf(site.segment))
 
     def uninstall(self) -> None:
         """Put the sharded parameters back; between forward and backward, memory may stay."""
         self.forward_io.drop_inputs()
-        if self._installed:
+        if self.installed:
             self.put_params({flat: flat.full.given_back() for flat in self.flats})
-            self._installed = False
+            self.installed = False
 
     def put_params(self, params: Mapping[Flat, Sequence[torch.Tensor]]) -> None:
         """Put ``params``, of each flat by segment, into the modules."""

@@ -223,9 +223,12 @@ def _remedy(param: Sharded) -> str:
 def _whole_in(param: Sharded) -> str:
     """Where the whole of ``param`` is found, in words, if a module holds that now; or ""."""
     flat, segment = param.flat, param.segment
+    if not (flat.unit.installed or flat.schedule.whole):
+        return ""  # what else is there is the user's
     sharded: torch.Tensor = flat.params[segment]
     for site in (s for s in flat.unit.sites if s.flat is flat and s.segment == segment):
-        if site.module._parameters.get(site.attribute) is not sharded:
+        held = site.module._parameters.get(site.attribute)
+        if held is not None and held is not sharded:
             return f"the attribute {site.attribute!r} of its {type(site.module).__name__}"
     return ""
 
