@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zshard
 
@@ -28,6 +29,19 @@ def test_a_parameter_that_is_found_in_a_list_gets_no_gradient(precision: zshard.
     model[1].weight.grad = given = torch.ones(3, 3)
     planned = zshard.plan(model, 2, precision=precision, batch=torch.empty(4, 3))
     assert planned.flops == 5 * 2 * 4 * 3 * 3  # no gradient of the input
+    assert model[0].weight.grad is None and model[1].weight.grad is given
+    assert torch.equal(given, torch.ones(3, 3))
+
+
+class Recomputed(Listed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(torch.matmul, x, self.held[0], use_reentrant=True)  # no function of torch
+
+
+def test_a_gradient_that_a_parameter_gets_all_the_same_is_none_of_the_models() -> None:
+    model = nn.Sequential(Recomputed(), Recomputed())
+    model[1].weight.grad = given = torch.ones(3, 3)
+    zshard.plan(model, 2, batch=torch.empty(4, 3))
     assert model[0].weight.grad is None and model[1].weight.grad is given
     assert torch.equal(given, torch.ones(3, 3))
 

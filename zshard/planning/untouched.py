@@ -17,9 +17,11 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 def untouched(model: nn.Module) -> Iterator[None]:
     """Undo at the end what the code inside does to the attributes of modules.
 
-    That is parameters, buffers, hooks and whatever else they hold, and the items of their lists,
-    dicts and sets; not the values of tensors, nor what objects hold that are no modules.
+    That is parameters, their gradients, buffers, hooks and whatever else they hold, and the items
+    of their lists, dicts and sets; not the values of tensors, nor what objects hold that are no
+    modules.
     """
+    gradients = [(param, param.grad) for param in model.parameters()]
     attributes = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     containers: dict[int, tuple[Any, Any]] = {}
     for _, before in attributes:
@@ -35,3 +37,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 held.extend(before)
             else:
                 held.update(before)
+        for param, grad in gradients:
+            if param.grad is not grad:
+                param.grad = grad
