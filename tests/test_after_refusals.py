@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from test_writes_in_backward import Rewrites
 from torch import Tensor, nn
 
 import zshard
-from zshard.optimizers import optim_states
+from zshard.optimizers import buckets, optim_states
 from zshard.param import Sharded
 
 
@@ -237,7 +237,18 @@ def interrupted_at(param: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return as_sharded
 
 
-@pytest.mark.parametrize("error", ["another shape", "Ctrl-C"])
+class Interrupting(dict):  # type: ignore[type-arg]
+    """Buckets in whose laying out Ctrl-C comes."""
+
+    def items(self) -> NoReturn:
+        raise KeyboardInterrupt
+
+
+def interrupting(*args: Any) -> Interrupting:
+    return Interrupting(buckets.buckets_of(*args))
+
+
+@pytest.mark.parametrize("error", ["another shape", "Ctrl-C", "Ctrl-C before"])
 def test_a_state_that_cannot_be_taken_over_costs_no_others(
     error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,10 +264,13 @@ def test_a_state_that_cannot_be_taken_over_costs_no_others(
     own = dict(optimizer.state[params[3]])
     optimizer.state[params[3]] = {**own, "exp_avg": torch.zeros(5)}
     with monkeypatch.context() as patched:
-        if error == "Ctrl-C":
+        if error != "another shape":
             optimizer.state[params[3]]["exp_avg"] = own["exp_avg"].clone()
+        if error == "Ctrl-C":
             patched.setattr("zshard.optimizers.fused.as_sharded", interrupted_at(params[3]))
-        with pytest.raises(KeyboardInterrupt if error == "Ctrl-C" else zshard.InputError):
+        elif error == "Ctrl-C before":
+            patched.setattr("zshard.optimizers.fused.buckets_of", interrupting)
+        with pytest.raises(zshard.InputError if error == "another shape" else KeyboardInterrupt):
             optimizer.step()
     optimizer.state[params[3]] = own
     optimizer.state_dict()  # lays out the states anew

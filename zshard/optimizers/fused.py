@@ -163,24 +163,25 @@ class FusedOptimizer(Optimizer):
             )
         # First: it may refuse a parameter, and then all stays as it is.
         self._buckets = buckets_of([each for each in grouped if _is_trained(each[0])], names)
-        saved = [(p, old) for p in params if (old := self.state.pop(p, {})) and p not in moved]
-        self._laid_out = {}
-        for kind, bucket in self._buckets.items():
-            for step, row in zip(bucket.steps, bucket.rows, strict=True):
-                slices = {n: bucket.states[n][row.shard][row.begin : row.end] for n in names}
-                self._laid_out[row.param] = {"step": step, **slices}
-                self.state[row.param] = {**self._laid_out[row.param]}
-            if kind.schedule is not None and self not in kind.schedule.optimizers:
-                kind.schedule.optimizers.add(self)
-                forget = kind.schedule.pool.ledger.set_optimizer
-                weakref.finalize(self, forget, id(self), 0).atexit = False
+        saved = [(p, old) for p in params if (old := self.state.get(p)) and p not in moved]
+        laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         try:
+            for param in params:
+                self.state.pop(param, None)
+            for kind, bucket in self._buckets.items():
+                for step, row in zip(bucket.steps, bucket.rows, strict=True):
+                    slices = {n: bucket.states[n][row.shard][row.begin : row.end] for n in names}
+                    laid_out[row.param] = {"step": step, **slices}
+                    self.state[row.param] = {**laid_out[row.param]}
+                if (of := kind.schedule) is not None and self not in of.optimizers:
+                    of.optimizers.add(self)
+                    weakref.finalize(self, of.pool.ledger.set_optimizer, id(self), 0).atexit = False
             self.tell_ledgers(saved)  # the old states and the new ones are there at once
             self._restore(saved)
-        except BaseException:  # one that does not fit, say: the next step lays out anew
+        except BaseException:  # a state that does not fit, say: the next step lays out anew
             self.state.update(saved)
             raise
-        self._built_for = signature
+        self._laid_out, self._built_for = laid_out, signature
         self.tell_ledgers()
 
     def _has_own_states(self) -> bool:
