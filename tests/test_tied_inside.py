@@ -111,3 +111,12 @@ def removes(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_parameter_that_was_removed_inside_is_refused(world_size: int) -> None:
     run_ranks(removes, world_size)
+
+
+def test_what_is_parametrized_inside_is_told_to_be_so_before_wrap() -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(3, 3)))
+    with (
+        pytest.raises(zshard.InputError, match=r"parametrize it, before zshard\.wrap"),
+        zshard.full_params(model, write=True),
+    ):
+        nn.utils.parametrizations.weight_norm(model[0])

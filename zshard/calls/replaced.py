@@ -37,8 +37,8 @@ def take_replaced(
             if now is None:
                 raise InputError(
                     f"{site.flat.names[site.segment]} was removed inside zshard.full_params(model, "
-                    "write=True), so nothing of what was written is taken. Set it to zeros there, "
-                    "or remove it before zshard.wrap."
+                    "write=True), so nothing of what was written is taken. Remove it, or prune or "
+                    "parametrize it, before zshard.wrap; or set it to zeros there."
                 )
             # Else it is refused for its shape.
             of_its_shape = taken.shape == site.flat.layout.segments[site.segment].shape
