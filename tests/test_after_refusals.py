@@ -277,3 +277,27 @@ def test_a_state_that_cannot_be_taken_over_costs_no_others(
     for param in params:
         assert int(optimizer.state[param]["step"]) == 2
         assert torch.equal(optimizer.state[param]["exp_avg"], before[param])
+
+
+def test_a_group_whose_laying_out_was_interrupted_may_be_taken_back() -> None:
+    optimizers = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        model = zshard.wrap(Blocks())
+        first, *others = model.parameters()
+        optimizer = zshard.AdamW([first])
+        optimizers.append(optimizer)
+        for step in range(2):
+            one_step(model, 0, step)
+            optimizer.step()
+            if step == 0 and interrupted:
+                optimizer.add_param_group({"params": others})
+                with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                    patched.setattr("zshard.optimizers.fused.as_sharded", interrupted_at(first))
+                    optimizer.step()
+                optimizer.param_groups.pop()
+    (expected,), (found,) = (
+        [each.state[p] for p in each.param_groups[0]["params"]] for each in optimizers
+    )
+    assert int(found["step"]) == int(expected["step"]) == 2
+    assert torch.equal(found["exp_avg"], expected["exp_avg"])

@@ -161,6 +161,7 @@ class FusedOptimizer(Optimizer):
                 "the optimizer had taken steps before zshard.wrap, and its state is that of whole "
                 "parameters. Wrap the model first, or make a new optimizer."
             )
+        before = self._buckets
         # First: it may refuse a parameter, and then all stays as it is.
         self._buckets = buckets_of([each for each in grouped if _is_trained(each[0])], names)
         saved = [(p, old) for p in params if (old := self.state.get(p)) and p not in moved]
@@ -179,6 +180,7 @@ class FusedOptimizer(Optimizer):
             self.tell_ledgers(saved)  # the old states and the new ones are there at once
             self._restore(saved)
         except BaseException:  # a state that does not fit, say: the next step lays out anew
+            self._buckets = before
             self.state.update(saved)
             raise
         self._laid_out, self._built_for = laid_out, signature
@@ -258,10 +260,8 @@ class FusedOptimizer(Optimizer):
         saved: dict[torch.Tensor, dict[str, Any]] = {}
 
         def take_states(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            theirs, ours = (
-                [len(group["params"]) for group in groups]
-                for groups in (given["param_groups"], self.param_groups)
-            )
+            theirs = [len(group["params"]) for group in given["param_groups"]]
+            ours = [len(group["params"]) for group in self.param_groups]
             if theirs != ours:
                 raise OptimizerError(
                     f"the state is of groups of {theirs} parameters, the optimizer has groups of "
