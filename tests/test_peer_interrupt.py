@@ -21,6 +21,7 @@ import zshard
 from zshard import ops
 from zshard.tag import Tag
 from zshard.transports.groups import Ranks
+from zshard.transports.messages import Work
 from zshard.transports.neighbours import Neighbours
 from zshard.wrap import schedule_of
 
@@ -164,6 +165,37 @@ def test_an_interrupt_between_waits_is_told_at_once(op: str) -> None:
     assert ranks[VICTIM][0].startswith("KeyboardInterrupt")
     assert "rank 1" in ranks[0][0] and "has left the collectives" in ranks[0][0]
     assert ranks[0][1] == ranks[1][1], "the next step is whole"
+
+
+def interrupted_behind_a_read(rank: int, world_size: int) -> list[int]:
+    """What rank 0 reads of rank 1 in the gather after one that it has waited for twice."""
+    comm = schedule_of(zshard.wrap(nn.Linear(3, 2), comm="peer")).comm
+    lent, full = comm.empty(64, torch.uint8), torch.empty(128, dtype=torch.uint8)
+    real = comm.shards.wait
+
+    def interrupts(work: Work) -> None:
+        real(work)
+        comm.shards.wait = real
+        raise KeyboardInterrupt
+
+    for number in range(3):
+        comm.reclaim(lent, Tag(None, "gather"))
+        lent.fill_(10 * number + rank)
+        if number == 2:
+            break
+        gather = comm.all_gather(full, lent, Tag(None, "gather"))
+        if rank == 0 and number == 0:
+            comm.shards.wait = interrupts
+            with pytest.raises(KeyboardInterrupt):
+                gather.wait()
+        elif rank == 0:
+            time.sleep(0.5)  # rank 1 has read, and is about to write
+        gather.wait()
+    return full[::64].tolist()
+
+
+def test_memory_that_a_rank_reads_after_an_interrupt_is_not_written_before() -> None:
+    assert run_ranks(interrupted_behind_a_read, 2, timeout=20) == [[10, 11]] * 2
 
 
 class Alarm(Exception):

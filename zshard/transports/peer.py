@@ -108,13 +108,16 @@ class PeerRanks(InMemoryRanks[SharedWindow]):
         )
 
 
-class _Gather(NamedTuple):
-    over: PeerRanks
-    full: torch.Tensor | None  # (N * S,) uint8
-    shard: torch.Tensor  # (S,) uint8
+class _Gather:
+    def __init__(self, over: PeerRanks, full: torch.Tensor | None, shard: torch.Tensor) -> None:
+        self._over, self._full = over, full  # (N * S,) uint8
+        self._shard: torch.Tensor | None = shard  # (S,) uint8; until it is read
 
     def wait(self) -> bool:
-        self.over.read(self.full, self.shard)
+        if self._shard is not None:  # else an exception has come behind that
+            with self._over.neighbours:
+                self._over.read(self._full, self._shard)
+                self._shard = None
         return True
 
 
