@@ -17,6 +17,7 @@ from test_models_inside import Calling, Planted, raise_planted
 from torch import Tensor, nn
 
 import zshard
+from zshard.step.called_alone import CalledAlone
 
 Order = tuple[int, ...]
 # The last two are the first two's units, in another order.
@@ -316,3 +317,23 @@ def test_ctrl_c_in_it_ends_the_step_as_another_exception_does(comm: str) -> None
     assert run_ranks(interrupted, 2, comm, [0, 1]) == [ended] * 2
     others = ["done", "MismatchError", "done", "done"]
     assert run_ranks(interrupted, 2, comm, [1], timeout=20) == [others, ended]
+
+
+def interrupted_as_it_begins(rank: int, world_size: int) -> str:
+    """Rank 0 is interrupted behind the meeting in which both begin a call; both come back."""
+    model, said, plain = zshard.wrap(members(""), comm="peer"), "", CalledAlone.begin
+    for step in range(4):
+        CalledAlone.begin = interrupt if (rank, step) == (0, 1) else plain
+        try:
+            model["actor"](batch(rank, step)).sum().backward()
+        except (KeyboardInterrupt, zshard.CommError) as error:
+            assert step == 1
+            said = f"{type(error).__name__}: {error}"
+            zshard.reset(model)
+    return said
+
+
+def test_ctrl_c_as_it_begins_is_told_at_once() -> None:
+    own, other = run_ranks(interrupted_as_it_begins, 2, timeout=20)
+    assert own == "KeyboardInterrupt: "
+    assert "has left the collectives: KeyboardInterrupt was raised in it during" in other

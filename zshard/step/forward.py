@@ -238,7 +238,7 @@ class ForwardHooks:
             with schedule.comm.awaited(label):
                 self._look_first(unit)
                 self._meet(unit, Intent.ALONE, label)
-            self.alone.begin(unit)
+                self.alone.begin(unit)
         schedule.obtain(unit)
         unit.forward_io.enter(inputs)  # behind obtain, which may drop them
         self._executor.enter("forward", unit)
