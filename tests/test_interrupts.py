@@ -55,15 +55,15 @@ TURNS = {
     "reduce": (PendingReduction, "__init__"),
     "begin a forward": (ForwardLog, "begin"),
     "begin a pass": (Programs, "begin"),
+    "state": (zshard.step.executor.Executor, "enter_state"),
     "end a backward": (OutcomeSum, "start"),
 }
 GATHERS = [("gather", 1), ("gather", 3)]
 POINTS = [
     *GATHERS,
     *((site, at) for site in ("pack", "reduce") for at in (1, 3)),
-    ("begin a forward", 1),
-    ("begin a pass", 2),  # a backward
-    ("end a backward", 1),
+    *((site, 1) for site in ("begin a forward", "end a backward")),
+    *(("begin a pass", 2), ("state", 3)),  # a backward
 ]
 RULES = {"zshard's": zshard.AdamW, "torch's": torch.optim.AdamW}
 
@@ -241,7 +241,7 @@ TURNS_OF_ONE = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "site", "at"), TURNS_OF_ONE)
+@pytest.mark.parametrize(("strategy", "site", "at"), [*TURNS_OF_ONE, ("zero3", "state", 4)])
 def test_a_rank_that_ctrl_c_took_out_of_a_turn_over_the_group_takes_part_in_nothing_more(
     strategy: str, site: str, at: int
 ) -> None:

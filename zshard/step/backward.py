@@ -123,9 +123,11 @@ class Backward:
         others = [each._agreement for each in self._begun if each is not self and not each.raised]
         for other in others:
             other.make_way()
-        self._meet(self._about(first, forward))
-        self._agreement.go_beside(others)
-        self._executor.enter_state(TrainingState.BACKWARD)
+        about = self._about(first, forward)
+        with self._schedule.comm.awaited("the beginning of a backward"):
+            self._meet(about)
+            self._agreement.go_beside(others)
+            self._executor.enter_state(TrainingState.BACKWARD)
         self._begun[self] = None
         self.forwards.begin_backward()
         self.current = None
@@ -225,12 +227,14 @@ class Backward:
             if each is self:
                 break
         if self._reduces:
-            self._executor.end_reductions(Ending.LOST if self._lost else Ending.WELL)
-            self._lost = False
+            with self._schedule.comm.awaited("the end of a backward"):
+                self._executor.end_reductions(Ending.LOST if self._lost else Ending.WELL)
+                self._lost = False
+                self._executor.enter_state(TrainingState.IDLE)  # or a reset would end it once more
         else:
             for flat in self._reducer.trained_flats:
                 flat.grads.hold_back()
-        self._executor.enter_state(TrainingState.IDLE)
+            self._executor.enter_state(TrainingState.IDLE)
         self._begun.pop(self, None)
         self.forwards.end_backward()
         with self._interrupted.going_on():
