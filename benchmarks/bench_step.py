@@ -276,6 +276,8 @@ def parse(argv: Sequence[str] | None, program: str | None) -> Asked:
         peers, not_run = choose(arguments.against)
     except ValueError as error:
         parser.error(f"{option} {error}")
+    if arguments.network and any(variant.comm == "peer" for variant in variants):
+        parser.error("--network with --zshard peer: memory that the ranks share is no wire")
     reasons = {
         reason
         for name in peers

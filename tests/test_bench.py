@@ -73,6 +73,7 @@ def command(
         ),
         ("machine --ranks 2 --output tests", "--output tests: name a file in a folder"),
         ("step --backend nccl --ranks 99", "--ranks 99: NCCL needs --device cuda and a GPU a rank"),
+        ("step --network 1gbit --zshard zero3,peer", "memory that the ranks share is no wire"),
     ],
 )
 def test_what_cannot_be_used_ends_with_status_2_and_the_value(
