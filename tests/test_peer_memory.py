@@ -24,6 +24,7 @@ from training import Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
 from zshard.transports import shared
+from zshard.units.pool import Pool
 from zshard.wrap import schedule_of
 
 PRECISIONS = {
@@ -313,3 +314,29 @@ def test_buffers_that_one_rank_alone_has_made_larger_are_made_by_all_after_a_res
         ends, grads = zip(*found, strict=True)
         assert {*ends} == {"KeyboardInterrupt" if rank == VICTIM else "CommError"}
         assert len({*grads}) == 1
+
+
+def no_room_beside(rank: int, world_size: int) -> list[float]:
+    """The last rank lacks memory that is not shared, in the first backward of a larger unit."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 9))
+    plain[1].requires_grad_(False)
+    model, make = zshard.wrap(plain, comm="peer", units="layer"), Pool.make_scratch
+    model[1].requires_grad_(True)
+
+    def fails(pool: Pool) -> None:
+        Pool.make_scratch = make
+        make(pool)
+        if rank == world_size - 1:
+            raise torch.OutOfMemoryError
+
+    Pool.make_scratch = fails
+    with pytest.raises((torch.OutOfMemoryError, zshard.WrapError), match=r"OutOfMemory|^$"):
+        model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    grad = zshard.full_grad(model, "1.bias")
+    return [] if grad is None else grad.tolist()
+
+
+def test_another_lack_of_memory_after_wrap_is_told_to_all_ranks_and_all_go_on() -> None:
+    assert run_ranks(no_room_beside, 2, timeout=20) == [[2.0] * 9] * 2

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from ..errors import Error, MismatchError, StateError
+from ..errors import MismatchError, StateError
 from ..training_state import TrainingState, inside_backward
 from ..unit import State, Unit
 from .double_backward import refuse_graph_of_gradients, refuse_graph_through
@@ -124,7 +124,7 @@ class Backward:
         for other in others:
             other.make_way()
         about = self._about(first, forward)
-        with self._schedule.comm.awaited("the beginning of a backward"):
+        with self._schedule.comm.awaited("the beginning of a backward", but=(Exception,)):
             self._meet(about)
             self._agreement.go_beside(others)
             self._executor.enter_state(TrainingState.BACKWARD)
@@ -163,7 +163,7 @@ class Backward:
             return
         try:
             self._reducer.make_room()
-        except Error:
+        except Exception:
             self._agreement.abort()
             self._agreement.abandon()
             raise
