@@ -335,3 +335,10 @@ def replaced(rank: int, world_size: int, call: str) -> None:
 @pytest.mark.parametrize("call", ["full_params", "state_dict"])
 def test_a_parameter_that_a_rank_has_replaced_is_refused_before_the_ranks_meet(call: str) -> None:
     run_ranks(replaced, 2, call, timeout=30)
+
+
+def test_a_whole_tensor_is_no_view_of_another() -> None:
+    model = trained(torch.float32)
+    with torch.no_grad():
+        whole = zshard.full_param(model, "0.weight")
+    whole.detach_().mul_(torch.ones((), requires_grad=True)).sum().backward()

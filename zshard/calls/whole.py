@@ -299,7 +299,7 @@ def _whole(flat: Flat, index: int, mine: torch.Tensor) -> torch.Tensor:
     segment, whole = flat.layout.segments[index], all_of(flat, index, mine)
     if whole is mine:
         whole = mine.clone()
-    return torch.as_strided(whole, segment.shape, segment.stride)
+    return torch.as_strided(whole, segment.shape, segment.stride).detach()  # no view
 
 
 def _stand_ins(flat: Flat) -> list[nn.Parameter]:
