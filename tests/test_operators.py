@@ -257,3 +257,29 @@ def test_a_write_to_one_parameter_passes_over_no_others(monkeypatch: pytest.Monk
         for param in model.parameters():
             param.mul_(0.9)
     assert sum(told) <= len(list(model.parameters()))
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor, used: set[int]) -> Tensor:
+        for index in used:
+            x = self.layers[index](x)
+        return x
+
+
+def test_a_weight_kept_from_before_an_update_is_not_read_where_a_gather_was_in_vain() -> None:
+    model = zshard.wrap(Skipping(), units="layer")
+    kept: list[Tensor] = []
+    model.layers[2].register_forward_hook(lambda layer, *_: kept.append(layer.weight))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 3), {0, 1, 2, 3}).sum().backward()
+        optimizer.step()
+    model(torch.ones(2, 3), {0, 1, 3}).sum().backward()  # which has gathered the third ahead
+    graph = torch.ones((), requires_grad=True) * 1
+    graph.register_hook(lambda _: kept[0].sum())
+    with pytest.raises(zshard.ShardedAccessError, match="was kept from inside"):
+        graph.backward()

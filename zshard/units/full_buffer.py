@@ -179,7 +179,7 @@ class FullBuffer:
         Args:
             stays: whether they stay in the buffer; then, if unwritten, a graph may read them.
         """
-        if stays and not self.written:
+        if stays and self._valid and not self.written:
             set_kind(self.leaves, RestingLeaf)
         else:
             self.mark(valid=False)
