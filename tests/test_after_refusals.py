@@ -280,7 +280,7 @@ def test_a_state_that_cannot_be_taken_over_costs_no_others(
 
 
 def test_a_group_whose_laying_out_was_interrupted_may_be_taken_back() -> None:
-    optimizers = []
+    optimizers, held = [], []
     for interrupted in (False, True):
         torch.manual_seed(0)
         model = zshard.wrap(Blocks())
@@ -296,6 +296,9 @@ def test_a_group_whose_laying_out_was_interrupted_may_be_taken_back() -> None:
                     patched.setattr("zshard.optimizers.fused.as_sharded", interrupted_at(first))
                     optimizer.step()
                 optimizer.param_groups.pop()
+        held.append(zshard.memory(model)["now"]["optimizer"])
+    assert held[0] == held[1]
+    assert optimizers[1].state_dict()["state"].keys() == {0}
     (expected,), (found,) = (
         [each.state[p] for p in each.param_groups[0]["params"]] for each in optimizers
     )

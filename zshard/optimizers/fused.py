@@ -101,7 +101,8 @@ class FusedOptimizer(Optimizer):
         note_step(type(self).__name__, self.param_groups, settings)
         active = [[has_grad(row.param) for row in bucket.rows] for bucket in self._buckets.values()]
         for (kind, bucket), rows in zip(self._buckets.items(), active, strict=True):
-            self._update(kind, bucket, rows, settings)
+            if any(rows):
+                self._update(kind, bucket, rows, settings)
         for schedule in dict.fromkeys(kind.schedule for kind in self._buckets):
             if schedule is not None:
                 schedule.renew()
@@ -126,8 +127,6 @@ class FusedOptimizer(Optimizer):
             raise
 
     def _update(self, kind: Kind, bucket: Bucket, active: list[bool], hypers: list[Hyper]) -> None:
-        if not any(active):
-            return
         schedule = kind.schedule
         grad_scale = None if schedule is None else schedule.totals.grad_scale
         if grad_scale is not None:
@@ -161,7 +160,7 @@ class FusedOptimizer(Optimizer):
                 "the optimizer had taken steps before zshard.wrap, and its state is that of whole "
                 "parameters. Wrap the model first, or make a new optimizer."
             )
-        before = self._buckets
+        before, states = self._buckets, dict(self.state)
         # First: it may refuse a parameter, and then all stays as it is.
         self._buckets = buckets_of([each for each in grouped if _is_trained(each[0])], names)
         saved = [(p, old) for p in params if (old := self.state.get(p)) and p not in moved]
@@ -181,7 +180,9 @@ class FusedOptimizer(Optimizer):
             self._restore(saved)
         except BaseException:  # a state that does not fit, say: the next step lays out anew
             self._buckets = before
-            self.state.update(saved)
+            self.state.clear()
+            self.state.update(states)
+            self.tell_ledgers()
             raise
         self._laid_out, self._built_for = laid_out, signature
         self.tell_ledgers()
@@ -196,10 +197,9 @@ class FusedOptimizer(Optimizer):
 
     def tell_ledgers(self, replaced: Saved = ()) -> None:
         """Tell the ledgers of the wrapped models what the states take; see ``state_bytes``."""
-        for schedule in live():
-            if self in schedule.optimizers:
-                nbytes = sum(self.state_bytes(schedule, replaced).values())
-                schedule.pool.ledger.set_optimizer(id(self), nbytes)
+        for schedule in (each for each in live() if self in each.optimizers):
+            nbytes = sum(self.state_bytes(schedule, replaced).values())
+            schedule.pool.ledger.set_optimizer(id(self), nbytes)
 
     def state_bytes(self, schedule: Schedule, replaced: Saved = ()) -> dict[Flat, int]:
         """Bytes of one model's states, and those ``replaced``, by flat buffer, with padding."""
