@@ -228,13 +228,14 @@ def test_what_the_host_gave_to_others_is_kept_with_the_figures(
         assert json.loads(path.read_text()) == {"benchmark": "any", "stolen": share}
 
 
-def test_collectives_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["b", "copy"])
+def test_collectives_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from bench_collectives import Way, check_ways
 
     right, wrong = torch.zeros(3), torch.zeros(3)
-    ways = [Way("a", lambda: right.zero_(), right), Way("b", lambda: wrong.fill_(1.0), wrong)]
-    with pytest.raises(AssertionError, match="sum: b and a differ"):
+    ways = [Way("a", lambda: right.zero_(), right), Way(name, lambda: wrong.fill_(1.0), wrong)]
+    with pytest.raises(AssertionError, match=f"sum: {name} and a differ"):
         check_ways("sum", ways, 1e-5)
 
 
