@@ -68,6 +68,23 @@ def test_a_rank_that_is_not_in_the_mesh_is_told_so(ranks: Sequence[object]) -> N
     run_ranks(outside, 2, ranks)
 
 
+@pytest.mark.parametrize("mesh", [torch.tensor([0, 1]), [0, 1], 1], ids=str)
+def test_what_is_no_mesh_is_refused(mesh: object) -> None:
+    with pytest.raises(zshard.InputError, match=r"mesh=.*1.*: expected None, a ProcessGroup, or"):
+        zshard.wrap(nn.Linear(3, 2), mesh=mesh)
+
+
+def in_no_group(rank: int, world_size: int) -> None:
+    group = torch.distributed.new_group([0])
+    if rank == 1:
+        with pytest.raises(zshard.InputError, match="mesh: this rank is not a member of the"):
+            zshard.wrap(nn.Linear(3, 2), mesh=group)
+
+
+def test_a_rank_that_is_not_in_the_group_is_told_so() -> None:
+    run_ranks(in_no_group, 2)
+
+
 def raises_on_one(rank: int, world_size: int) -> str:
     model, x = zshard.wrap(nn.Linear(3, 2), mesh=DeviceMesh("cpu", [[2, 3], [0, 1]])), torch.ones(3)
     with zshard.no_sync(model):

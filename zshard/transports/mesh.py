@@ -94,7 +94,7 @@ def groups_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> Groups:
         )
     if isinstance(mesh, dist.ProcessGroup):
         return _sharded_over(mesh)
-    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError("mesh: this rank is not a member of the process group")
     raise InputError(f"mesh={mesh!r}: expected None, a ProcessGroup, or a 1-D or 2-D DeviceMesh")
 
