@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -307,3 +308,19 @@ def test_a_process_that_has_a_ranks_number_here_is_not_taken_for_it(
         path.write_bytes(b"another proof")
     for said in run_ranks(meets_another_one, 2, str(path), timeout=20):
         assert re.search(rf"rank 0: on host .* the memory of rank 1 .* out of reach .*{why}", said)
+
+
+def cannot_prove_itself(rank: int, world_size: int) -> str:
+    if rank == 1:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
+    with pytest.raises(zshard.WrapError) as raised:
+        zshard.wrap(torch.nn.Linear(2, 2), comm="peer")
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    return str(raised.value)
+
+
+def test_what_a_rank_lacks_to_be_found_is_told_by_the_others() -> None:
+    for said in run_ranks(cannot_prove_itself, 2):
+        assert re.search(r"rank 0: .* the memory of rank 1 .* \(\[.*Too many open files\)", said)

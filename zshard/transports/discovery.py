@@ -20,6 +20,7 @@ class _Identity(NamedTuple):
     pid: int
     path: str  # of an open file that holds the proof
     proof: bytes  # that a process is the one meant: another host may have one of the same number
+    problem: str  # why there is no such file; or ""
 
 
 def find_each_other(ranks: Ranks) -> Processes | str:
@@ -31,8 +32,8 @@ def find_each_other(ranks: Ranks) -> Processes | str:
             made = os.memfd_create("zshard", os.MFD_CLOEXEC)
             os.write(made, proof)
         except OSError as error:
-            problem = str(error)  # too many open files, say; the others are to hear of it
-    mine = _Identity(host, os.getpid(), descriptor_path(made), proof)
+            problem = str(error)  # too many open files, say
+    mine = _Identity(host, os.getpid(), descriptor_path(made), proof, problem)
     lives: list[Life] = []
     for rank, told in enumerate(ranks.all_gather_object(mine)):
         if problem:
@@ -40,7 +41,7 @@ def find_each_other(ranks: Ranks) -> Processes | str:
         other = cast("_Identity", told)
         try:
             lives.append(Life(other.pid, os.pidfd_open(other.pid)))
-            problem = _check(other)
+            problem = other.problem or _check(other)
         except OSError as error:
             problem = str(error)
         if problem:
