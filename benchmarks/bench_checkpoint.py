@@ -258,7 +258,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     effort = Effort.of(arguments.quick)
     torch.set_num_threads(1)
     facts = {**describe(torch.device("cpu")), "ranks": arguments.ranks, "backend": "gloo"}
-    with tempfile.TemporaryDirectory(prefix="zshard-bench-", dir=arguments.folder) as root:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="zshard-bench-", dir=arguments.folder)
+    except OSError as error:
+        parser.error(f"--folder {arguments.folder}: none can be made in it: {error.strerror}")
+    with temporary as root:
         facts["file system"] = _file_system(root)
         print(f"{headline(facts)}, {arguments.ranks} gloo rank(s), {facts['file system']}")
         found = run_ranks(

@@ -72,6 +72,8 @@ def command(
             "--output no/such.json: name a file in a folder that can be written to",
         ),
         ("machine --ranks 2 --output tests", "--output tests: name a file in a folder"),
+        ("checkpoint --folder no/such", "--folder no/such: none can be made in it: No such file"),
+        ("checkpoint --folder README.md", "--folder README.md: none can be made in it: Not a dir"),
         ("step --backend nccl --ranks 99", "--ranks 99: NCCL needs --device cuda and a GPU a rank"),
         ("step --network 1gbit --zshard zero3,peer", "memory that the ranks share is no wire"),
     ],
