@@ -150,6 +150,17 @@ def test_buffers_are_copies_of_rank_0s_on_every_rank() -> None:
     assert run_ranks(buffers_of_the_first, 3) == [[0.0, 0.0, 0.0]] * 3
 
 
+def test_a_buffer_and_its_lazy_conjugate_keep_their_own_values() -> None:
+    module, values = nn.Linear(2, 2), torch.tensor([1 + 2j, 3 - 4j])
+    made = {"values": values, "conjugate": values.conj()}
+    made |= {"imaginary": values.imag, "negative": values.conj().imag}
+    for name, buffer in made.items():
+        module.register_buffer(name, buffer)
+    whole = zshard.state_dict(zshard.wrap(module))
+    for name, buffer in made.items():
+        assert torch.equal(whole[name], buffer), name
+
+
 def test_a_sparse_buffer_is_copied() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.eye(2).to_sparse())

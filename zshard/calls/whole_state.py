@@ -109,4 +109,5 @@ def _own(found: dict[str, torch.Tensor], whole: Iterable[torch.Tensor]) -> None:
 def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that are one: each ``detach`` makes a new object."""
     where = storage_of(tensor), tensor.storage_offset()
-    return *where, tensor.shape, tensor.stride(), tensor.dtype
+    lazily = tensor.is_conj(), tensor.is_neg()  # one memory, and other values
+    return *where, tensor.shape, tensor.stride(), tensor.dtype, *lazily
