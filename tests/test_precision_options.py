@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +49,13 @@ def test_gradients_of_batch_normalisation_are_reduced_in_the_dtype_of_the_others
     for name, _ in model.named_parameters():
         grad = zshard.full_grad(model, name)
         assert grad is not None and grad.dtype == torch.bfloat16, name
+
+
+def test_normalisation_computes_in_float64_with_the_others() -> None:
+    plain = nn.Sequential(nn.Conv2d(2, 3, 1), nn.InstanceNorm2d(3, affine=True))
+    model, x = copy.deepcopy(plain), torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    fp64 = zshard.Precision(compute=torch.float64, reduce=torch.float64)
+    assert torch.equal(zshard.wrap(model, precision=fp64)(x), plain.double()(x))
 
 
 def test_a_model_with_float64_beside_fp32_may_compute_in_bf16() -> None:

@@ -305,8 +305,10 @@ def flat_groups(spec: UnitSpec, precision: Precision) -> list[tuple[Dtypes, list
     groups: dict[tuple[Dtypes, bool], list[Owned]] = {}
     for owned in spec.params:
         dtypes = precision.resolve(owned.param.dtype)
-        if all(isinstance(module, _NormBase) for module, _ in owned.sites):
-            # Batch normalisation's kernels want them in the dtype of the running statistics.
+        normalises = all(isinstance(module, _NormBase) for module, _ in owned.sites)
+        if normalises and precision.compute != torch.float64:
+            # Batch normalisation's kernels want them in the dtype of the running statistics, and
+            # take inputs of 16 bits, but not of 64.
             dtypes = Precision(reduce=precision.reduce).resolve(owned.param.dtype)
         groups.setdefault((dtypes, owned.param.requires_grad), []).append(owned)
     return [(dtypes, group) for (dtypes, _), group in groups.items()]
