@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -202,6 +203,7 @@ class Leaving(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.cell, self.cache = nn.GRU(3, 5, batch_first=True), []
+        self.notes = {"last": [[]]}, defaultdict(list), Counter()
         self.register_buffer("scale", None)
         self.register_buffer("count", torch.zeros(3))
 
@@ -211,6 +213,9 @@ class Leaving(nn.Module):
         self.register_buffer("made", torch.ones(5))
         self.last = self.cell(x)[0] * self.scale * self.made
         self.cache.append(self.last)
+        for held in (self.notes[0]["last"][0], self.notes[1]["last"]):
+            held.append(self.last)
+        self.notes[2]["calls"] += 1
         self.eval()
         return self.last
 
@@ -225,6 +230,7 @@ def test_what_forward_leaves_in_the_model_is_gone_after_a_rehearsal(raises: bool
     with pytest.raises(zshard.InputError) if raises else contextlib.nullcontext():
         zshard.plan(model, 2, batch=batch, checkpointing=True)
     assert list(model.state_dict()) == names and model[0].cache == [] and model[0].scale is None
+    assert model[0].notes == ({"last": [[]]}, {}, {})
     assert model[0].cell._flat_weights is weights and all(map(operator.is_, weights, flat))
     for module, attributes in zip(model.modules(), before, strict=True):
         assert module.__dict__.keys() == attributes.keys()

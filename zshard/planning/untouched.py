@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-_CONTAINERS = (dict, OrderedDict, list, set, deque)
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
 @contextmanager
@@ -18,20 +18,15 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Undo at the end what the code inside does to the attributes of modules.
 
     That is parameters, their gradients, buffers, hooks and whatever else they hold, and the items
-    of their lists, dicts and sets; not the values of tensors, nor what objects hold that are no
-    modules.
+    of their lists, dicts and sets, and of those in these; not the values of tensors, nor what
+    objects hold that are no modules.
     """
     gradients = [(param, param.grad) for param in model.parameters()]
-    attributes = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
-    containers: dict[int, tuple[Any, Any]] = {}
-    for _, before in attributes:
-        for value in before.values():
-            if type(value) in _CONTAINERS:
-                containers[id(value)] = value, copy.copy(value)
+    containers = _with_copies(module.__dict__ for module in model.modules())
     try:
         yield
     finally:
-        for held, before in (*attributes, *containers.values()):
+        for held, before in containers:
             held.clear()
             if isinstance(held, (list, deque)):
                 held.extend(before)
@@ -40,3 +35,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for param, grad in gradients:
             if param.grad is not grad:
                 param.grad = grad
+
+
+def _with_copies(values: Iterable[object]) -> list[tuple[Any, Any]]:
+    """The lists, dicts and sets among ``values``, and inside them, each with a copy of it."""
+    found: dict[int, tuple[Any, Any]] = {}
+    due = [*values]
+    while due:
+        value: Any = due.pop()
+        known = id(value) in found
+        if not known and (type(value) in _CONTAINERS or isinstance(value, tuple)):
+            found[id(value)] = value, copy.copy(value)
+            due += value.values() if isinstance(value, dict) else value
+    return [(held, before) for held, before in found.values() if not isinstance(held, tuple)]
