@@ -151,14 +151,24 @@ def test_buffers_are_copies_of_rank_0s_on_every_rank() -> None:
 
 
 def test_a_buffer_and_its_lazy_conjugate_keep_their_own_values() -> None:
-    module, values = nn.Linear(2, 2), torch.tensor([1 + 2j, 3 - 4j])
-    made = {"values": values, "conjugate": values.conj()}
-    made |= {"imaginary": values.imag, "negative": values.conj().imag}
+    module, v = nn.Linear(2, 2), torch.tensor([1 + 2j, 3 - 4j])
+    made = {"v": v, "conjugate": v.conj(), "imaginary": v.imag, "negative": v.conj().imag}
     for name, buffer in made.items():
         module.register_buffer(name, buffer)
     whole = zshard.state_dict(zshard.wrap(module))
-    for name, buffer in made.items():
-        assert torch.equal(whole[name], buffer), name
+    assert all(torch.equal(whole[name], buffer) for name, buffer in made.items())
+
+
+class Counting(nn.BatchNorm1d):
+    def get_extra_state(self) -> list[Tensor | None]:
+        return [self.running_mean]
+
+
+def test_tensors_in_an_extra_state_are_copied() -> None:
+    model = zshard.wrap(Counting(2))
+    [mean] = zshard.state_dict(model)["_extra_state"]
+    model(torch.ones(3, 2))
+    assert mean.tolist() == [0.0, 0.0]
 
 
 def test_a_sparse_buffer_is_copied() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..containers import map_tensors
 from ..errors import StateError
 from ..flags import require_flags
 from ..schedule import Schedule
@@ -94,16 +96,19 @@ def _with_parameters(
     return found
 
 
-def _own(found: dict[str, torch.Tensor], whole: Iterable[torch.Tensor]) -> None:
+def _own(found: dict[str, Any], whole: Iterable[torch.Tensor]) -> None:
     """Put copies on the CPU in the place of what is the model's memory: all but ``whole``."""
     copies = {_memory_of(param): param.detach() for param in whole}
+
+    def own(value: torch.Tensor) -> torch.Tensor:
+        # What is sparse has not one memory.
+        memory = _memory_of(value) if value.layout is torch.strided else (id(value),)
+        if memory not in copies:
+            copies[memory] = value.detach().to("cpu", copy=True)
+        return copies[memory]
+
     for name, value in found.items():
-        if isinstance(value, torch.Tensor):  # extra state may be anything
-            # What is sparse has not one memory.
-            memory = _memory_of(value) if value.layout is torch.strided else (name,)
-            if memory not in copies:
-                copies[memory] = value.detach().to("cpu", copy=True)
-            found[name] = copies[memory]
+        found[name] = map_tensors(own, value)  # extra state may be anything
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
