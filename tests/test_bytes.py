@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import zshard
+from zshard import _C
 
 STRATEGIES = ["zero1", "zero2", "zero3", "ddp"]
 
@@ -194,6 +195,22 @@ def test_the_table_is_that_of_the_readme() -> None:
         for policy, cell in zip(POLICIES, cells, strict=True)
     }
     assert written == {key: table(*key, p, n) for key in itertools.product(STRATEGIES, POLICIES)}
+
+
+def padding(numels: list[int], world_size: int) -> int:
+    return world_size * _C.flat_layout(numels, world_size).shard_size - sum(numels)
+
+
+def test_padding_is_what_the_readme_says() -> None:
+    for width, world_size in itertools.product(range(1, 600), range(1, 9)):
+        weights = [factor * width**2 for factor in (3, 1, 4, 4)]
+        block = [*weights, *(factor * width for factor in (3, 1, 4, 1, 1, 1, 1, 1))]
+        added = padding(block, world_size)
+        assert added < 64 * len(block) * world_size
+        if sum(block) >= 500_000:
+            assert added < 0.001 * sum(block), (width, world_size)
+        if (width, world_size) == (64, 8):
+            assert added == pytest.approx(0.004 * sum(block), rel=0.1)
 
 
 def no_sync_memory(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
