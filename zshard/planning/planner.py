@@ -78,8 +78,9 @@ def plan(
             itself counts in any case.
         activations: bytes that a rank's activations take at the peak, where there is no batch.
         hbm: bytes of a device, for ``fit`` and ``alternatives``.
-        machine: "a100", "h100" or "h200", from their datasheets; a ``Machine``; or the file that
-            ``zshard plan --calibrate`` has measured; None: predict no times.
+        machine: "a100", "h100" or "h200", from their datasheets (fp32's products at TF32's rate);
+            a ``Machine``; or the file that ``zshard plan --calibrate`` has measured; None: predict
+            no times.
         network: between all ranks, in place of the machine's; a number is bytes a second.
         comm: as for ``wrap``; "auto": over shared memory where the machine was measured with it. A
             step's time depends on it; with ``backend="nccl"`` the reduce buffers do, too.
