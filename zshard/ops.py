@@ -131,8 +131,8 @@ def split_master_(hi: Tensor, lo: Tensor, src: Tensor) -> None:
 
     hi is src rounded half up (not to even) to bfloat16, lo the signed rest of the bits: bits = (hi
     << 16) + lo. Infinities and zeros are exact in hi. A quiet NaN is a NaN in hi; NaN patterns are
-    permuted first, so that only signalling NaNs with upper half 0x7F80, which no arithmetic yields,
-    look like another value there.
+    permuted first, so that only signalling NaNs with upper half 0x7F80 or 0xFF80, which no
+    arithmetic yields, look like another value there.
 
     Args:
         hi: (n,) bfloat16; lo: (n,) int16; src: (n,) float32.

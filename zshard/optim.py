@@ -170,7 +170,7 @@ class SGD(FusedOptimizer):
     Args:
         params: parameters, (name, parameter) pairs, or groups, as for torch.optim.SGD.
         lr: learning rate.
-        momentum: of the gradient's running sum; 0 for none, and then no state is kept.
+        momentum: of the gradient's running sum; 0 for none, and then only steps are counted.
         dampening: what of a new gradient does not enter that sum.
         weight_decay: added to the gradient, times the parameter.
         nesterov: look ahead along the momentum (Sutskever et al. 2013).
