@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import models
 import pytest
 import torch
@@ -63,3 +66,31 @@ def test_a_gradient_assigned_after_a_clip_is_used_as_it_is_and_the_others_stay_c
     optimizer.step()
     for name, after in zshard.state_dict(model).items():
         torch.testing.assert_close(before[name] - after, expected[name], rtol=1e-3, atol=1e-6)
+
+
+def assign_what_is_there(rank: int, world_size: int, strategy: str, held: bool) -> None:
+    """Two backwards, the first inside no_sync if ``held``; behind it each gradient is assigned."""
+
+    def gradients(assigned: Callable[[Tensor], Tensor] | None) -> list[Tensor | None]:
+        model = zshard.wrap(models.build("blocks"), strategy=strategy)
+        for syncs in (zshard.no_sync(model) if held else nullcontext(), nullcontext()):
+            with syncs:
+                models.loss_of(model, models.batches("blocks", 1, rank)[0]).backward()
+            for parameter in model.parameters():
+                if assigned is not None and parameter.grad is not None:
+                    parameter.grad = assigned(parameter.grad)
+        return [zshard.full_grad(model, name) for name, _ in model.named_parameters()]
+
+    expected = gradients(None)
+    for assigned in (Tensor.contiguous, Tensor.detach):
+        for grad, due in zip(gradients(assigned), expected, strict=True):
+            assert (grad is None) == (due is None)
+            assert due is None or torch.equal(grad, due)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_to_assign_the_gradient_that_is_there_or_an_alias_of_it_changes_nothing(
+    strategy: str, held: bool
+) -> None:
+    run_ranks(assign_what_is_there, 2, strategy, held)

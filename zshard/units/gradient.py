@@ -126,18 +126,18 @@ class Gradients:
                 "cannot be its own. Copy the values: param.grad = torch.zeros_like(param); "
                 "param.grad.copy_(tensor)"
             )
+        if isinstance(value, ShardedGrad):
+            return  # this very gradient, as ``grad += x`` assigns it, or an alias of it
         if value is not None:
             flat.layout.segments[index].require_shape(value, flat.names[index])
             self._apply_scale(index)
         self._totals.note_change()
-        if value is None or value is not self.objects.get(index):
-            self._leave(index)
+        self._leave(index)
         self.forget_held_back(index)  # what no_sync has held back goes with it
         if value is None:
             self.present[index] = False
             return
-        if value is not self.objects.get(index):
-            Sharded(flat.local(index).at.of(self.owned()), flat, index).copy_(_dense(value))
+        Sharded(flat.local(index).at.of(self.owned()), flat, index).copy_(_dense(value))
         self.present[index] = True
 
     def _leave(self, index: int) -> None:
