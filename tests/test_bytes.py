@@ -49,10 +49,16 @@ class Wide(nn.Module):
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    step_all(model, [optimizer], rank)
+
+
+def step_all(model: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int) -> None:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
     model(x).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
 
 
 def traffic(rank: int, world_size: int, strategy: str) -> tuple[int, dict[str, int]]:
@@ -104,6 +110,29 @@ def test_updated_shards_are_gathered_after_the_step_in_the_order_of_the_next_for
         rest = [(phase, unit) for _, unit in gathers for phase in ("wait", "forward")]
         assert issued[4:] == rest
         assert not any(phase == "gather" for phase, _ in events[: events.index(("step", "root"))])
+
+
+def gathers_of_two(rank: int, world_size: int, strategy: str) -> list[int]:
+    """Bytes that gathers send in two steps, by one optimizer and by two with half each."""
+    sent = []
+    for several in (False, True):
+        torch.manual_seed(0)
+        model = zshard.wrap(Wide(), strategy=strategy)
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        biases = [p for p in model.parameters() if p.ndim == 1]
+        parts = [weights, biases] if several else [[*weights, *biases]]
+        optimizers: list[torch.optim.Optimizer] = [zshard.AdamW(part) for part in parts]
+        for _ in range(2):
+            step_all(model, optimizers, rank)
+        model(torch.ones(4, 3))
+        sent.append(zshard.stats(model).sent_bytes["all_gather"])
+    return sent
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_optimizers_of_one_model_gather_no_more_than_one(strategy: str) -> None:
+    for of_one, of_two in run_ranks(gathers_of_two, 2, strategy):
+        assert of_two == of_one
 
 
 def read_one(

@@ -24,7 +24,7 @@ left. What comes next is known from the last time, see [Note: one agreed order].
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,11 +127,16 @@ class Schedule:
             if used is not unit and not used.encloses(unit) and not unit.encloses(used)
         ]
 
-    def renew(self) -> None:
-        """Start gathering updated shards of units that stay whole, in the next forward's order."""
+    def renew(self, behind_step_on: Iterable[torch.Tensor] | None = None) -> None:
+        """Start gathering updated shards of units that stay whole, in the next forward's order.
+
+        Args:
+            behind_step_on: the parameters of an optimizer. Where others have gradients, too, their
+                step is to come, and it or the next forward renews the units.
+        """
         in_order = dict.fromkeys((self.root, *self.forward.order, *self.units))
         due = [unit for unit in in_order if unit.strategy.resident and unit.outdated]
-        if not due:
+        if not due or (behind_step_on is not None and not self.totals.covers(behind_step_on)):
             return
         for unit in due:
             self.executor.reshard(unit)

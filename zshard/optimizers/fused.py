@@ -105,7 +105,7 @@ class FusedOptimizer(Optimizer):
                 self._update(kind, bucket, rows, settings)
         for schedule in dict.fromkeys(kind.schedule for kind in self._buckets):
             if schedule is not None:
-                schedule.renew()
+                schedule.renew(behind_step_on=self._laid_out)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

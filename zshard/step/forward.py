@@ -327,7 +327,7 @@ class ForwardHooks:
             unit.give_way()
             if unit.outdated:
                 self._executor.reshard(unit)
-        self._schedule.renew()  # what was not since the step: another library's optimizer took it
+        self._schedule.renew()  # what no step has: of another library, or of a part
 
 
 class _UnitRef(NamedTuple):

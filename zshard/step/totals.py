@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ..param import Sharded
 from ..units.flat import Flat
 from .outcome import Outcome
 
@@ -72,7 +71,7 @@ class Totals:
             found = found + (~factor.isfinite()).sum()
         return found
 
-    def covers(self, params: Iterable[Sharded]) -> bool:
+    def covers(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether ``params`` include every parameter that has a gradient."""
         given = {id(param) for param in params}
         return all(
