@@ -11,7 +11,7 @@ from torch import nn
 import zshard
 from zshard.wrapping import overlaps
 
-BF16 = zshard.Precision.bf16()
+BF16, SPLIT = zshard.Precision.bf16(), zshard.Precision.bf16(master="split")
 
 
 @pytest.mark.parametrize("precision", [None, BF16])
@@ -39,6 +39,33 @@ def test_data_set_to_itself_or_of_a_gradient_leaves_the_parameters_aliases() -> 
     alias.fill_(2.0)
     assert torch.equal(zshard.full_param(model, "weight"), torch.full((2, 3), 2.0))
     assert torch.equal(zshard.full_grad(model, "weight"), torch.full((2, 3), 5.0))
+
+
+@pytest.mark.parametrize("precision", [None, BF16, SPLIT], ids=["fp32", "bf16", "split"])
+def test_data_of_an_alias_may_be_set_without_a_change_of_the_parameter(
+    precision: zshard.Precision | None,
+) -> None:
+    model = zshard.wrap(nn.Linear(3, 2), precision=precision)
+    with torch.no_grad():
+        model.weight.copy_(torch.ones(2, 3))
+    average, other = model.weight.data, model.weight.detach()
+    average.data = torch.full((2, 3), 3.0)
+    assert torch.equal(zshard.full_param(model, "weight"), torch.ones(2, 3))
+    average.data = average.data * 0.5 + model.weight.data * 0.5
+    assert (average * 1.0).local.tolist() == [2.0] * 6
+    assert (other * 1.0).local.tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize("precision", [None, BF16])
+def test_an_alias_that_data_is_set_to_goes_on_to_be_one(
+    precision: zshard.Precision | None,
+) -> None:
+    model = zshard.wrap(nn.Linear(3, 2), precision=precision)
+    alias = model.weight.data
+    alias.fill_(1.0)
+    model.weight.data = alias
+    alias.add_(1.0)
+    assert torch.equal(zshard.full_param(model, "weight"), torch.full((2, 3), 2.0))
 
 
 def test_a_gradient_that_comes_to_an_alias_is_an_error_and_not_lost() -> None:

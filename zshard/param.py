@@ -120,8 +120,7 @@ class Sharded(torch.Tensor):
                     f"{self.dtype} on {self.device}: convert the model before zshard.wrap"
                 )
             self.flat.layout.segments[self.segment].require_shape(value, self.fqn)
-            if self._of_model:
-                self.flat.leave_data(self.segment)
+            self.flat.leave_data(self, value)
             with torch.no_grad():
                 self.copy_(value)
 

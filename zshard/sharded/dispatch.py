@@ -16,7 +16,7 @@ import torch
 from ..errors import ShardedAccessError, StateError
 from ..param import Sharded, ShardedGrad
 from ..training_state import modules_called
-from ..units.storage import storage_of
+from ..units.storage import memory_of, storage_of
 from .operators import Operator, operator
 from .refusals import (
     in_step,
@@ -209,14 +209,14 @@ def _cut_alike(
     if all(first._lines_up_with(other) for row in rows for first, other in pairwise(row)):
         return args, kwargs
     changed = _mutated(op, args, kwargs)
-    written, memory = {id(each) for each in changed}, {_memory(each) for each in changed}
+    written, memory = {id(each) for each in changed}, {memory_of(each) for each in changed}
 
     def recut_in_row(index: int, value: object) -> object:
         row = rows[index if op.of_lists else 0]
         like = next((each for each in row if id(each) in written), row[0] if row else None)
         if not isinstance(value, Sharded) or like is None or like._lines_up_with(value):
             return value
-        if _memory(value) in memory:  # what is gathered now would not have what is written
+        if memory_of(value) in memory:  # what is gathered now would not have what is written
             raise ShardedAccessError(
                 f"{op.name} changes {value.fqn!r}, and computes it with {like.fqn!r}, which is cut "
                 "into other shards. Work on whole parameters inside zshard.full_params(model)."
@@ -229,12 +229,6 @@ def _cut_alike(
         return recut_in_row(0, value)
 
     return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
-
-
-def _memory(sharded: Sharded) -> tuple[object, ...]:
-    """Which memory it is, alike for its aliases; on a rank that has no element of it, too."""
-    local = sharded._local
-    return sharded.flat, sharded.segment, None if local is None else storage_of(local)
 
 
 def _computed_together(

@@ -11,7 +11,7 @@ from .. import ops
 from ..comm import Comm
 from ..hooks import ParamHooks
 from ..layout import Layout, Local
-from ..param import Sharded
+from ..param import Sharded, ShardedGrad
 from ..precision import Dtypes
 from ..strategy import Strategy
 from ..tag import Tag
@@ -20,7 +20,7 @@ from .grad_objects import Aliases
 from .gradient import Gradients
 from .master import Master
 from .sizes import FlatSizes
-from .storage import shares, storage_of
+from .storage import memory_of, shares, storage_of
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -178,12 +178,20 @@ class Flat(FlatSizes):
 
     # --- the master ------------------------------------------------------------------------------
 
-    def leave_data(self, index: int) -> None:
-        """Before ``param.data = ...``: what was taken from ``.data`` earlier gets its own copy.
+    def leave_data(self, of: Sharded, value: torch.Tensor) -> None:
+        """Before ``of.data = value``: part ``of`` from what shares its memory.
 
-        As with plain tensors, where that assignment gives the parameter other memory.
+        As with plain tensors, where that assignment gives it other memory. A parameter and its
+        gradient stay where they are, so what was taken from the parameter gets a copy of its own.
         """
-        for alias in self.aliases.take(index):
+        if isinstance(value, Sharded) and memory_of(value) == memory_of(of):
+            return  # it shares it still
+        if isinstance(of, ShardedGrad):
+            return
+        if not of._of_model:
+            of._local = of.local.clone()
+            return
+        for alias in self.aliases.take(of.segment):
             values = self.master.values
             if alias._local is None or (values is not None and shares(alias._local, values)):
                 alias._local = alias.local.clone()

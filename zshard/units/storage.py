@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from ..param import Sharded
 
 
 def shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
@@ -13,3 +18,9 @@ def shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
 def storage_of(tensor: torch.Tensor) -> int:
     """A key of the storage that the tensor lies in, also where it has no address (meta)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def memory_of(sharded: Sharded) -> tuple[object, ...]:
+    """Which memory it is, alike for its aliases; on a rank that has no element of it, too."""
+    local = sharded._local
+    return sharded.flat, sharded.segment, None if local is None else storage_of(local)
