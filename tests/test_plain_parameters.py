@@ -48,6 +48,17 @@ def test_a_graph_that_was_made_before_a_step_is_refused_behind_it_as_torch_does(
         loss.backward()
 
 
+def test_a_state_with_gaps_in_its_memory_is_loaded_as_it_is() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = zshard.AdamW([param])
+    param.grad = torch.ones(4)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = torch.arange(8.0)[::2]
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
 @pytest.mark.parametrize("kind", [*KINDS, zshard.Adam])
 def test_what_torchs_optimizer_can_do_besides_is_taken_if_unused_and_refused_by_name_else(
     kind: type[torch.optim.Optimizer],
