@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from steps import build, one_step
 from torch import nn
@@ -44,15 +46,51 @@ def test_a_torn_model_is_not_read_or_saved(read: str, strategy: str, tmp_path: P
         assert "the ranks have changed" in said and "The model is torn" in said
 
 
+def saves_torn(rank: int, world_size: int, save: str, folder: str) -> None:
+    model = build()
+    one_step(model, rank, 0)
+    if rank == 0:
+        zshard.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(zshard.MismatchError, match="left out on some ranks"):
+        one_step(model, rank, 1)
+    for step in range(2):
+        with pytest.raises(zshard.MismatchError, match=r"is refused\. The model is torn"):
+            READS[save](model, folder)
+        one_step(model, rank, step)
+    assert not os.path.exists(f"{folder}/torn")
+
+
+@pytest.mark.parametrize("save", ["save", "export", "state_dict"])
+def test_no_later_save_takes_the_parts_of_a_torn_model(save: str, tmp_path: Path) -> None:
+    run_ranks(saves_torn, 2, save, str(tmp_path))
+
+
 def load_nothing(path: str, model: nn.Module) -> None:
     zshard.load_weights(model, path, strict=False, rename=lambda name: None)
+
+
+def write_whole(path: str, model: nn.Module) -> None:
+    with pytest.raises(zshard.MismatchError, match="as it began"):
+        zshard.full_params(model, write=True).__enter__()
+    with zshard.full_params(model, write=True):
+        nn.init.ones_(model.inlet.bias)
+
+
+def load_values(path: str, model: nn.Module, *, but: str = "") -> None:
+    with pytest.raises(zshard.MismatchError):
+        zshard.full_param(model, "inlet.bias")
+    whole = {name: torch.ones(p.shape) for name, p in model.named_parameters() if name != but}
+    model.load_state_dict(whole, strict=False)
 
 
 LOADS: dict[str, Callable[[str, nn.Module], object]] = {
     "load": zshard.load,
     "load_weights": lambda path, model: zshard.load_weights(model, path),
     "part": load_nothing,
-    "part of a checkpoint": lambda path, model: zshard.load(path, model, strict=False),
+    "part of the values": partial(load_values, but="inlet.bias"),
+    "values": load_values,
+    "whole": write_whole,
+    "all, not strictly": lambda path, model: zshard.load(path, model, strict=False),
 }
 
 
@@ -69,6 +107,7 @@ def mended(rank: int, world_size: int, load: str, folder: str) -> list[str]:
         lambda: LOADS[load](path, model),
         lambda: one_step(model, rank, 1),
         lambda: one_step(model, rank, 2),
+        lambda: zshard.save(f"{folder}/mended", model),
     ):
         try:
             act()
@@ -81,8 +120,28 @@ def mended(rank: int, world_size: int, load: str, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("load", LOADS)
 def test_a_load_of_everything_mends_a_torn_model(load: str, tmp_path: Path) -> None:
-    after = "torn" if load.startswith("part") else "ok"
-    assert run_ranks(mended, 2, load, str(tmp_path)) == [["ok", after, "ok"]] * 2
+    step = "torn" if load == "part" else "ok"
+    save = "torn" if load.startswith("part") else "ok"
+    assert run_ranks(mended, 2, load, str(tmp_path)) == [["ok", step, "ok", save]] * 2
+
+
+def masters_mended(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    model = zshard.wrap(nn.Linear(8, 8).bfloat16(), strategy="ddp", init="broadcast")
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    if rank == 0:
+        zshard.SGD(model.parameters(), lr=0.001).step()
+    with pytest.raises(zshard.MismatchError, match="The model is torn"):
+        zshard.full_params(model, write=True).__enter__()
+    with zshard.full_params(model, write=True):
+        for param in model.parameters():
+            dist.broadcast(param.detach(), 0)
+    return {name: shard.clone() for name, shard in zshard.local_shards(model).items()}
+
+
+def test_the_masters_of_torn_replicas_are_alike_when_they_are_mended() -> None:
+    one, other = run_ranks(masters_mended, 2)
+    for name, master in one.items():
+        assert torch.equal(master, other[name])
 
 
 def fails_on_one(rank: int, world_size: int, folder: str) -> None:

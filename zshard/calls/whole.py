@@ -109,11 +109,12 @@ def full_params(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     called inside under torch.no_grad(), on any rank, without communication.
 
     Args:
-        write: take what the context leaves in the parameters as their new values. Every rank has
-            to leave the same values, which are compared as it ends; each keeps its own shard of
-            them. Elements that are left as they were keep their master, whose fp32 has more bits
-            than a 16-bit parameter. After an exception nothing is taken. With ``write=False`` what
-            is written into the parameters is dropped as the context ends, without an error.
+        write: take what the context leaves in the parameters as their new values. Every rank has to
+            leave the same values, which are compared as it ends; each keeps its own shard of them.
+            Elements that are left as they were keep their master, whose fp32 has more bits than a
+            16-bit parameter, unless ranks hold different versions of the model. After an exception
+            nothing is taken. With ``write=False`` what is written into the parameters is dropped as
+            the context ends, without an error.
 
     Raises:
         StateError: inside a forward or backward, or inside another full_params; if a parameter was
@@ -226,6 +227,7 @@ def _take_over(schedule: Schedule, wholes: dict[Flat, list[nn.Parameter]], *, wr
     if write:
         for param, mine in zip(params, slices, strict=True):
             _take_back(param, mine)
+        schedule.updates.mended()
 
 
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -323,7 +325,8 @@ def _take_back(param: Sharded, value: torch.Tensor) -> None:
     """Make ``value``, this rank's slice, what ``param`` is, but for what was left as it was."""
     flat = param.flat
     value = value.to(flat.device)
-    if flat.dtypes.param != flat.dtypes.master and value.dtype == flat.dtypes.param:
+    same = not flat.schedule.updates.torn  # or else the masters may differ between replicas
+    if same and flat.dtypes.param != flat.dtypes.master and value.dtype == flat.dtypes.param:
         master = flat.master.read(*flat.local(param.segment).at)
         bits = torch.int16  # so that a NaN, too, is what it was
         left = value.contiguous().view(bits) == master.to(value.dtype).view(bits)

@@ -35,8 +35,8 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
         InputError: for an ``all_ranks`` that is neither True nor False.
         StateError: inside a forward or backward, or inside zshard.full_params; for simulated ranks;
             if a parameter was replaced.
-        MismatchError: on every rank, if not all make this call; with ``all_ranks``, if persistent
-            buffers differ in shape.
+        MismatchError: on every rank, if not all make this call, or they hold different versions of
+            the model; with ``all_ranks``, if persistent buffers differ in shape.
         WrapError: if the model is not wrapped.
 
     Example:
@@ -55,6 +55,7 @@ def state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.
     call = f"state_dict({all_ranks=})"
     with schedule.comm.awaited(call):
         schedule.begin_call(call, in_modules=True)
+        schedule.updates.require_whole(call)
         require_flags(all_ranks=all_ranks)
         if all_ranks:  # whether a buffer seems changed or not: a write through .data does not
             schedule.module_buffers.broadcast(schedule.executor.step)

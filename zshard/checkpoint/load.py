@@ -183,7 +183,7 @@ def _load(
             set_random_state(generators, schedule.device)
 
     change(schedule, peers, take, optimizers)
-    begin_anew(schedule, all_replaced=strict)
+    begin_anew(schedule, all_replaced=not match.missing)
     return Loaded(saved.extra, match.missing, match.unexpected)
 
 

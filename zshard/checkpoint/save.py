@@ -153,7 +153,8 @@ def save(
 
     Raises:
         InputError: for arguments that cannot be used, before anything is written.
-        MismatchError: on every rank, if the ranks' arguments, or ``ignored`` parameters, differ.
+        MismatchError: on every rank, if the ranks' arguments, or ``ignored`` parameters, differ, or
+            they hold different versions of the model.
         CheckpointError: on every rank, if a file system refuses; nothing but this save is lost.
         CommError: if another rank has died.
         StateError: inside a forward or backward; for a model without values.
@@ -223,7 +224,8 @@ def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
 
     Raises:
         Error: on every rank, if that save failed, and a rank has not heard of it from ``wait``.
-        MismatchError: on every rank, if the ranks are about to do different things.
+        MismatchError: on every rank, if the ranks are about to do different things, or hold
+            different versions of the model, unless it is ``unusable_ok``.
         StateError: inside a forward, a backward or full_params; for a model without values, or of
             simulated ranks.
     """
@@ -241,3 +243,5 @@ def begin(schedule: Schedule, what: str, *, unusable_ok: bool = False) -> None:
     # One rank may have waited, and another not: all raise, or none does.
     if failure is not None and not all(Peers(schedule.comm, what).gather(lambda: told)):
         raise failure
+    if not unusable_ok:
+        schedule.updates.require_whole(what)

@@ -81,6 +81,7 @@ class Updates:
         self._written: dict[str, int] = {}  # what of the checksum is of ``note_written``, by name
         self._agreed = self._before = NOTHING  # up to the last check and the one before
         self._checks = 0
+        self._torn: set[tuple[Flat, int]] = set()  # of which ranks hold different versions
 
     def note(self, what: str, value: object, *, of_gradients: bool = False) -> None:
         """Note a value that changes parameters or gradients, and that all ranks have to give alike.
@@ -132,6 +133,7 @@ class Updates:
             what, seen = _value(flat, index, whole)
             self._checksum -= self._written.pop(what, 0)
             self.note(what, seen)
+            self._torn.discard((flat, index))
 
     def note_written(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """As ``note_value``, of what a forward or backward has written there, to be refused."""
@@ -159,6 +161,24 @@ class Updates:
 
     def begin_anew(self) -> None:
         """Forget all changes so far: all values were replaced alike."""
+        self.mended()
+        self._begin_anew()
+
+    def mended(self) -> None:
+        """Note that all ranks have taken the same values, of every parameter."""
+        self._torn.clear()
+
+    @property
+    def torn(self) -> bool:
+        """Whether a parameter is of different versions on the ranks; the same on all of them."""
+        return bool(self._torn)
+
+    def require_whole(self, what: str) -> None:
+        """Raise MismatchError, on every rank, if ``what`` would take parts of several versions."""
+        if self.torn:
+            raise MismatchError(f"{what} is refused. {_MEND}")
+
+    def _begin_anew(self) -> None:
         self._before, self._agreed = self._agreed, self._now()
         self._checks += 1
         self._noted.clear()
@@ -199,15 +219,18 @@ class Updates:
             MismatchError: on every rank, if they differ.
         """
         noted = dict(self._noted)
-        self.begin_anew()
+        self._begin_anew()
         if len(set(everyone)) == 1:
             return
+        changed = [tally.changes for tally in everyone]
+        if any(changed):  # else what differs has not come to the parameters
+            self._torn = {(flat, index) for flat in self._flats for index in range(len(flat.names))}
         told = self._comm.all_gather_object(noted, Tag(None, "agree", about="a change"))
         found = _first_difference(cast("list[dict[str, object]]", told), self._comm)
-        if len({tally.changes for tally in everyone}) > 1:
+        if len(set(changed)) > 1:
             raise MismatchError(
                 "an optimizer's step, or another change of parameters, was left out on some ranks: "
-                f"since they last met the ranks have changed {[t.changes for t in everyone]} flat "
+                f"since they last met the ranks have changed {changed} flat "
                 f"buffers{f' ({found})' if found else ''}. {_MEND}"
             )
         raise MismatchError(
