@@ -68,6 +68,30 @@ def test_an_alias_that_data_is_set_to_goes_on_to_be_one(
     assert torch.equal(zshard.full_param(model, "weight"), torch.full((2, 3), 2.0))
 
 
+def test_data_of_what_an_optimizers_state_dict_shows_is_the_optimizers() -> None:
+    model = zshard.wrap(nn.Linear(3, 2))
+    optimizer = zshard.AdamW([model.weight])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.state_dict()["state"][0]["exp_avg"].data = torch.full((2, 3), 3.0)
+    assert optimizer.state[model.weight]["exp_avg"].tolist() == [3.0] * 6
+
+
+@pytest.mark.parametrize("precision", [None, SPLIT], ids=["fp32", "split"])
+def test_of_a_copy_and_its_alias_each_keeps_its_values_where_the_others_data_is_set(
+    precision: zshard.Precision | None,
+) -> None:
+    model = zshard.wrap(nn.Linear(3, 2), precision=precision)
+    average = model.weight.detach().clone().fill_(1.0)
+    before = average.data
+    model.weight.data = torch.full((2, 3), 4.0)
+    average.data = torch.full((2, 3), 2.0)
+    assert before.local.tolist() == [1.0] * 6
+    later = average.detach()
+    later.data = torch.full((2, 3), 3.0)
+    assert average.local.tolist() == [2.0] * 6
+
+
 def test_a_gradient_that_comes_to_an_alias_is_an_error_and_not_lost() -> None:
     model = zshard.wrap(nn.Linear(3, 2))
     model.weight.requires_grad_(False)

@@ -20,7 +20,7 @@ from .grad_objects import Aliases
 from .gradient import Gradients
 from .master import Master
 from .sizes import FlatSizes
-from .storage import memory_of, shares, storage_of
+from .storage import memory_of, storage_of
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -188,13 +188,12 @@ class Flat(FlatSizes):
             return  # it shares it still
         if isinstance(of, ShardedGrad):
             return
-        if not of._of_model:
-            of._local = of.local.clone()
-            return
-        for alias in self.aliases.take(of.segment):
-            values = self.master.values
-            if alias._local is None or (values is not None and shares(alias._local, values)):
-                alias._local = alias.local.clone()
+        leaving = [a for a in self.aliases.of(of.segment) if memory_of(a) == memory_of(of)]
+        if leaving and not of._of_model:
+            leaving = [of]
+        for each in leaving:  # a state_dict's state is no alias: an optimizer's lies in its memory
+            each._local = each.local.clone()
+            self.aliases.drop(each)
 
     def refresh_send(self) -> None:
         """Update what is sent, if the master is newer, or a forward has written to what is sent.

@@ -35,10 +35,19 @@ class Aliases:
         known = self._known[alias.segment]
         known[:] = [each for each in known if each() is not None] + [weakref.ref(alias)]
 
+    def of(self, index: int) -> list[Sharded]:
+        """Those of segment ``index`` that somebody still has."""
+        return [alias for each in self._known[index] if (alias := each()) is not None]
+
     def take(self, index: int) -> list[Sharded]:
-        """Those of segment ``index`` that somebody still has; they are forgotten."""
-        known, self._known[index] = self._known[index], []
-        return [alias for each in known if (alias := each()) is not None]
+        """As ``of``; they are forgotten."""
+        found, self._known[index] = self.of(index), []
+        return found
+
+    def drop(self, alias: Sharded) -> None:
+        """Forget ``alias``, if it is one: it has memory of its own from here on."""
+        known = self._known[alias.segment]
+        known[:] = [each for each in known if each() is not alias]
 
 
 class LostGrad(Sharded):
