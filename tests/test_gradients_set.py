@@ -94,3 +94,24 @@ def test_to_assign_the_gradient_that_is_there_or_an_alias_of_it_changes_nothing(
     strategy: str, held: bool
 ) -> None:
     run_ranks(assign_what_is_there, 2, strategy, held)
+
+
+@pytest.mark.parametrize("precision", [None, zshard.Precision.bf16(reduce=torch.bfloat16)])
+def test_data_of_a_gradient_or_of_an_alias_of_it_is_set_without_a_change_of_the_other(
+    precision: zshard.Precision | None,
+) -> None:
+    model = zshard.wrap(nn.Linear(3, 2), precision=precision)
+    model(torch.ones(1, 3)).sum().backward()
+    zshard.clip_grad_norm_([model.weight], 6**0.5 / 2)  # a factor of a half, which waits
+    grad, before = model.weight.grad, model.weight.grad.data
+    grad.data = torch.full((2, 3), 5.0)
+    after = grad.detach()
+    assert model.weight.grad is grad
+    torch.testing.assert_close(before.local, torch.full((6,), 0.5), rtol=1e-5, atol=0.0)
+    after.data = torch.full((2, 3), 7.0)
+    assert torch.equal(zshard.full_grad(model, "weight"), torch.full((2, 3), 5.0))
+    model.zero_grad()
+    with zshard.no_sync(model):
+        model(torch.ones(1, 3)).sum().backward()
+    model.zero_grad()
+    assert after.local.tolist() == [7.0] * 6

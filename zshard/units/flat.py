@@ -182,11 +182,12 @@ class Flat(FlatSizes):
         """Before ``of.data = value``: part ``of`` from what shares its memory.
 
         As with plain tensors, where that assignment gives it other memory. A parameter and its
-        gradient stay where they are, so what was taken from the parameter gets a copy of its own.
+        gradient stay where they are, so what was taken from them gets a copy of its own.
         """
         if isinstance(value, Sharded) and memory_of(value) == memory_of(of):
             return  # it shares it still
         if isinstance(of, ShardedGrad):
+            self.grads.objects.leave_data(of)
             return
         leaving = [a for a in self.aliases.of(of.segment) if memory_of(a) == memory_of(of)]
         if leaving and not of._of_model:

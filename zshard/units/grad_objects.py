@@ -99,12 +99,34 @@ class GradObjects:
             left, self._objects[index] = self._objects[index], None
             assert left is not None
             kept.append(left)
-        scale = self._flat.schedule.totals.grad_scale
         for each in kept:
             each.__class__ = LostGrad if held_back else Sharded
             if each._local is not None and memory is not None and shares(each._local, memory):
-                own = each._local.to(self._flat.dtypes.master, copy=True)
-                each._local = own if scale is None else own.mul_(scale)
+                self._give_memory(each)
+
+    def leave_data(self, of: ShardedGrad) -> None:
+        """Before ``of.data = ...``: part its aliases from ``p.grad``, or ``of`` if it is one.
+
+        Raises:
+            StateError: if the gradient cannot be written or read, as ``Gradients`` says.
+        """
+        if of is self._objects[of.segment]:
+            self._flat.grads.before_access(of.segment)
+            parted = self.aliases.take(of.segment)
+        else:
+            self._flat.grads.before_look(of.segment)
+            self.aliases.drop(of)
+            parted = [of]
+        for each in parted:
+            each.__class__ = Sharded
+            self._give_memory(each)
+
+    def _give_memory(self, kept: Sharded) -> None:
+        """Give what was a gradient memory of its own, with the values that a reader sees."""
+        assert kept._local is not None
+        scale = self._flat.schedule.totals.grad_scale
+        own = kept._local.to(self._flat.dtypes.master, copy=True)
+        kept._local = own if scale is None else own.mul_(scale)
 
     def clear(self) -> None:
         """Drop every gradient's object; the memory is freed."""
