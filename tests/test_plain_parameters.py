@@ -59,6 +59,17 @@ def test_a_state_with_gaps_in_its_memory_is_loaded_as_it_is() -> None:
     assert optimizer.state_dict()["state"][0]["exp_avg"].tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
+def test_a_slice_with_gaps_that_is_set_as_a_state_is_taken_as_it_is() -> None:
+    param = nn.Parameter(torch.ones(2, 2))
+    optimizer = zshard.AdamW([param])
+    param.grad = torch.zeros(2, 2)
+    optimizer.step()
+    optimizer.state[param]["exp_avg"] = torch.arange(8.0)[::2]
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["exp_avg"].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
 @pytest.mark.parametrize("kind", [*KINDS, zshard.Adam])
 def test_what_torchs_optimizer_can_do_besides_is_taken_if_unused_and_refused_by_name_else(
     kind: type[torch.optim.Optimizer],

@@ -41,7 +41,7 @@ def as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, Sharded) or value.ndim != 1:
         return value
     if not isinstance(param, Sharded):  # the whole state, in the parameter's memory order
-        return value if param.ndim == 1 else value.as_strided(param.shape, param.stride())
+        return value.contiguous().as_strided(param.shape, param.stride())
     if value.numel() != param.local_numel:  # whole
         return value
     return Sharded(value, param.flat, param.segment)
