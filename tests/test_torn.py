@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -142,6 +143,37 @@ def test_the_masters_of_torn_replicas_are_alike_when_they_are_mended() -> None:
     one, other = run_ranks(masters_mended, 2)
     for name, master in one.items():
         assert torch.equal(master, other[name])
+
+
+def interrupted_mend(rank: int, world_size: int, folder: str) -> None:
+    model = build()
+    one_step(model, rank, 0)
+    if rank == 0:
+        zshard.SGD(model.parameters(), lr=0.1).step()
+    updates = schedule_of(model).updates
+    with pytest.raises(zshard.MismatchError):
+        one_step(model, rank, 1)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(updates, "mended", interrupt)
+        with suppress(KeyboardInterrupt), zshard.full_params(model, write=True):
+            nn.init.ones_(model.inlet.bias)
+    with pytest.raises(zshard.MismatchError, match="have changed the parameters differently"):
+        one_step(model, rank, 2)
+    for _ in range(2):
+        with pytest.raises(zshard.MismatchError, match=r"is refused\. The model is torn"):
+            zshard.save(f"{folder}/torn", model)
+    with zshard.full_params(model, write=True):
+        nn.init.ones_(model.inlet.bias)
+    zshard.save(f"{folder}/mended", model)
+
+
+def test_a_model_that_some_ranks_have_not_finished_to_mend_is_torn_on_all(tmp_path: Path) -> None:
+    run_ranks(interrupted_mend, 2, str(tmp_path))
 
 
 def fails_on_one(rank: int, world_size: int, folder: str) -> None:

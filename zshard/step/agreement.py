@@ -88,7 +88,7 @@ class Agreement:
         if intent is Intent.BACKWARD:
             names = self._names = self._names or trained_names(self._units)
         mine = Message(self.number, intent, unit, checksum(about), checksum(names))
-        mine = mine._replace(changes=tally.changes, checksum=tally.checksum)
+        mine = mine._replace(changes=tally.changes, checksum=tally.checksum, torn=tally.torn)
         mine = mine._replace(buffers=int(buffers), inside=len(self._cut))
         messages = self._meetings.begin(self, self._comm, mine, label, self._executor.step)
         if self._pass.to_be_learned:

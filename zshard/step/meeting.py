@@ -71,6 +71,7 @@ class Message(NamedTuple):
     trained: int = 0  # checksum of the parameters that a backward trains
     changes: int = 0  # see ``Tally``
     checksum: int = 0
+    torn: int = 0
     buffers: int = 0  # 1: the rank's buffers may have changed
     left: int = 0  # 1: the rank has left a forward by an exception, and begun nothing since
     inside: int = 0  # how many forwards it begins inside of: other models', or a backward its own
@@ -80,7 +81,7 @@ class Message(NamedTuple):
     @property
     def tally(self) -> Tally:
         """What the rank has changed since the ranks last compared it."""
-        return Tally(self.changes, self.checksum)
+        return Tally(self.changes, self.checksum, torn=self.torn)
 
     @property
     def needs_in_pass(self) -> bool:

@@ -35,16 +35,19 @@ class Tally(NamedTuple):
         changes: how often it has changed the master of a flat buffer.
         checksum: of what every rank has to give alike, in any order; ``_BITS`` bits.
         of_gradients: as ``checksum``, of what changes gradients alone.
+        torn: 1 if it has found the model torn before, and not mended it.
     """
 
     changes: int
     checksum: int
     of_gradients: int = 0
+    torn: int = 0
 
     def since(self, before: Tally) -> Tally:
         """What has come after ``before``."""
-        changes, *sums = (now - then for now, then in zip(self, before, strict=True))
-        return Tally(changes, *(each % (1 << _BITS) for each in sums))
+        changes, *sums, _ = (now - then for now, then in zip(self, before, strict=True))
+        checksum, of_gradients = (each % (1 << _BITS) for each in sums)
+        return Tally(changes, checksum, of_gradients, self.torn)
 
 
 NOTHING = Tally(0, 0)
@@ -152,12 +155,12 @@ class Updates:
 
     def _now(self) -> Tally:
         changes = sum(flat.version for flat in self._flats) - self._not_made
-        return Tally(changes, self._checksum, self._of_gradients)
+        return Tally(changes, self._checksum, self._of_gradients, int(self.torn))
 
     def tally(self) -> Tally:
         """What was changed since ``check`` was called last, for the others."""
-        changes, checksum, of_gradients = self._now().since(self._agreed)
-        return Tally(changes, (checksum + of_gradients) % (1 << _BITS))
+        changes, checksum, of_gradients, torn = self._now().since(self._agreed)
+        return Tally(changes, (checksum + of_gradients) % (1 << _BITS), torn=torn)
 
     def begin_anew(self) -> None:
         """Forget all changes so far: all values were replaced alike."""
@@ -170,7 +173,7 @@ class Updates:
 
     @property
     def torn(self) -> bool:
-        """Whether a parameter is of different versions on the ranks; the same on all of them."""
+        """Whether a parameter is of different versions on the ranks, as all found in ``check``."""
         return bool(self._torn)
 
     def require_whole(self, what: str) -> None:
@@ -218,13 +221,14 @@ class Updates:
         Raises:
             MismatchError: on every rank, if they differ.
         """
+        alike, changed = len(set(everyone)) == 1, [tally.changes for tally in everyone]
+        # If nothing was changed, what differs has not come to the parameters.
+        if not alike and (any(changed) or any(tally.torn for tally in everyone)):
+            self._torn = {(flat, index) for flat in self._flats for index in range(len(flat.names))}
         noted = dict(self._noted)
         self._begin_anew()
-        if len(set(everyone)) == 1:
+        if alike:
             return
-        changed = [tally.changes for tally in everyone]
-        if any(changed):  # else what differs has not come to the parameters
-            self._torn = {(flat, index) for flat in self._flats for index in range(len(flat.names))}
         told = self._comm.all_gather_object(noted, Tag(None, "agree", about="a change"))
         found = _first_difference(cast("list[dict[str, object]]", told), self._comm)
         if len(set(changed)) > 1:
