@@ -70,6 +70,23 @@ def load_nothing(path: str, model: nn.Module) -> None:
     zshard.load_weights(model, path, strict=False, rename=lambda name: None)
 
 
+def load_weights_in_parts(path: str, model: nn.Module) -> None:
+    with pytest.raises(zshard.MismatchError):
+        zshard.full_param(model, "inlet.bias")
+    for inlet in (True, False):
+        rename = partial(only, inlet)
+        zshard.load_weights(model, path, strict=False, rename=rename)
+
+
+def only(inlet: bool, name: str) -> str | None:
+    return name if name.startswith("inlet") == inlet else None
+
+
+def load_without_states(path: str, model: nn.Module) -> None:
+    loaded = zshard.load(path, model, zshard.AdamW(model.parameters()), strict=False)
+    assert loaded.missing == ["the optimizer's states"]
+
+
 def write_whole(path: str, model: nn.Module) -> None:
     with pytest.raises(zshard.MismatchError, match="as it began"):
         zshard.full_params(model, write=True).__enter__()
@@ -92,6 +109,8 @@ LOADS: dict[str, Callable[[str, nn.Module], object]] = {
     "values": load_values,
     "whole": write_whole,
     "all, not strictly": lambda path, model: zshard.load(path, model, strict=False),
+    "all but the optimizer's states": load_without_states,
+    "in parts": load_weights_in_parts,
 }
 
 

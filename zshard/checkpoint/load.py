@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,7 +183,7 @@ def _load(
             set_random_state(generators, schedule.device)
 
     change(schedule, peers, take, optimizers)
-    begin_anew(schedule, all_replaced=not match.missing)
+    begin_anew(schedule, match.missing)
     return Loaded(saved.extra, match.missing, match.unexpected)
 
 
@@ -249,19 +249,18 @@ def change(
     _TORN.pop(schedule, None)
 
 
-def begin_anew(schedule: Schedule, *, all_replaced: bool) -> None:
+def begin_anew(schedule: Schedule, missing: Collection[str]) -> None:
     """Forget, behind a load, what the ranks did unlike each other.
 
     A backward that raised on another rank is no news any more: said at this rank's next forward,
     it would end that here alone.
 
     Args:
-        all_replaced: whether no value of the model is left from before.
+        missing: what is left from before.
     """
     with suppress(StateError):
         schedule.reducer.read_outcome()
-    if all_replaced:
-        schedule.updates.begin_anew()
+    schedule.updates.loaded(missing)
 
 
 def _check_torn(torn: Sequence[ref[Optimizer]], optimizers: Sequence[Optimizer], what: str) -> None:

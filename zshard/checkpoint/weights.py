@@ -106,7 +106,7 @@ def load_weights(
             rank, world_size = peers.world_rank, peers.world_size
             peers.together(lambda: compare_copies(found.folder, match.copies, rank, world_size))
         change(schedule, peers, partial(_fill, found, match), [])
-    begin_anew(schedule, all_replaced=not match.missing)
+    begin_anew(schedule, match.missing)
     return Loaded(None, match.missing, match.unexpected)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -15,6 +15,7 @@ from ..digest import digest
 from ..errors import MismatchError
 from ..param import Sharded
 from ..tag import Tag
+from ..unitmap import state_key
 from ..units.flat import Flat
 
 if TYPE_CHECKING:
@@ -162,10 +163,20 @@ class Updates:
         changes, checksum, of_gradients, torn = self._now().since(self._agreed)
         return Tally(changes, (checksum + of_gradients) % (1 << _BITS), torn=torn)
 
-    def begin_anew(self) -> None:
-        """Forget all changes so far: all values were replaced alike."""
-        self.mended()
-        self._begin_anew()
+    def loaded(self, missing: Collection[str]) -> None:
+        """Note that all ranks have taken the same values of what is not ``missing``, by keys.
+
+        If that is every parameter, forget all changes so far.
+        """
+        left = {
+            (flat, index)
+            for flat in self._flats
+            for index, names in enumerate(flat.all_names)
+            if not {*map(state_key, names)}.isdisjoint(missing)
+        }
+        self._torn &= left
+        if not left:
+            self._begin_anew()
 
     def mended(self) -> None:
         """Note that all ranks have taken the same values, of every parameter."""
