@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from steps import build, one_step
 from torch import nn
@@ -87,6 +88,15 @@ def load_without_states(path: str, model: nn.Module) -> None:
     assert loaded.missing == ["the optimizer's states"]
 
 
+def torch_load(path: str, model: nn.Module) -> None:
+    with pytest.raises(zshard.MismatchError):
+        zshard.full_param(model, "inlet.bias")
+    values = model.state_dict()
+    with pytest.raises(dcp.api.CheckpointException, match=r"is refused\. The model is torn"):
+        dcp.save(values, checkpoint_id=f"{path}-torn")
+    dcp.load(values, checkpoint_id=path)
+
+
 def write_whole(path: str, model: nn.Module) -> None:
     with pytest.raises(zshard.MismatchError, match="as it began"):
         zshard.full_params(model, write=True).__enter__()
@@ -111,6 +121,13 @@ LOADS: dict[str, Callable[[str, nn.Module], object]] = {
     "all, not strictly": lambda path, model: zshard.load(path, model, strict=False),
     "all but the optimizer's states": load_without_states,
     "in parts": load_weights_in_parts,
+    "torch's": torch_load,
+}
+
+
+SAVES: dict[str, Callable[[str, nn.Module], object]] = {
+    "load_weights": zshard.export,
+    "torch's": lambda path, model: dcp.save(model.state_dict(), checkpoint_id=path),
 }
 
 
@@ -118,7 +135,7 @@ def mended(rank: int, world_size: int, load: str, folder: str) -> list[str]:
     """Tear the model, load, and train on; what was said."""
     model = build()
     path = f"{folder}/whole"
-    (zshard.export if load == "load_weights" else zshard.save)(path, model)
+    SAVES.get(load, zshard.save)(path, model)
     one_step(model, rank, 0)
     if rank == 0:
         zshard.SGD(model.parameters(), lr=0.1).step()

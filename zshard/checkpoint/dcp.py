@@ -39,10 +39,12 @@ def write_items(sharded: Sharded, name: str) -> list[WriteItem]:
 
     Raises:
         StateError: if the parameters hold no valid values, or ranks are simulated.
+        MismatchError: if the ranks were found to hold different versions of the model.
     """
     what, schedule = "torch.distributed.checkpoint.save", sharded.flat.schedule
     require_real(schedule.comm.axes, what)
     schedule.require_values(what)
+    schedule.updates.require_whole(what)
     dtype = torch.float32 if sharded._local is None else sharded._local.dtype
     return [
         WriteItem(
@@ -70,6 +72,8 @@ def chunks_to_read(sharded: Sharded) -> list[ChunkStorageMetadata]:
         written = {storage_of(sharded._local)}
         flat.before_slices(written)
         flat.slices_written(written)
+    if flat.is_master(sharded):
+        flat.schedule.updates.replaced(flat, sharded.segment)
     return [_chunk(box) for boxes in _parts(sharded) for box in boxes]
 
 

@@ -137,7 +137,7 @@ class Updates:
             what, seen = _value(flat, index, whole)
             self._checksum -= self._written.pop(what, 0)
             self.note(what, seen)
-            self._torn.discard((flat, index))
+            self.replaced(flat, index)
 
     def note_written(self, flat: Flat, index: int, whole: torch.Tensor) -> None:
         """As ``note_value``, of what a forward or backward has written there, to be refused."""
@@ -177,6 +177,10 @@ class Updates:
         self._torn &= left
         if not left:
             self._begin_anew()
+
+    def replaced(self, flat: Flat, index: int) -> None:
+        """Note that all ranks take the same values of parameter ``index`` of ``flat``."""
+        self._torn.discard((flat, index))
 
     def mended(self) -> None:
         """Note that all ranks have taken the same values, of every parameter."""

@@ -229,13 +229,17 @@ class Flat(FlatSizes):
     def took(self, target: Sharded, whole: torch.Tensor) -> None:
         """Note that ``target``, a parameter or something else, got its part of ``whole``."""
         updates, index = self.schedule.updates, target.segment
-        if target._local is None or self._has_master({storage_of(target._local)}):
+        if self.is_master(target):
             updates.note_value(self, index, whole)
             return
         # Of gradients in slices each rank may have its own: noise, say.
         copied = self.strategy.replicated or self.layout.replicas > 1
-        if copied and self.grads.has(storage_of(target._local)):
+        if copied and target._local is not None and self.grads.has(storage_of(target._local)):
             updates.note_gradient(self, index, whole)
+
+    def is_master(self, sharded: Sharded) -> bool:
+        """Whether ``sharded`` is a parameter, and nothing else, such as a gradient."""
+        return sharded._local is None or self._has_master({storage_of(sharded._local)})
 
     def _has_master(self, storages: set[int]) -> bool:
         return self.master.values is not None and storage_of(self.master.values) in storages
