@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import operator
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -204,6 +205,7 @@ class Leaving(nn.Module):
         super().__init__()
         self.cell, self.cache = nn.GRU(3, 5, batch_first=True), []
         self.notes = {"last": [[]]}, defaultdict(list), Counter()
+        self.made_under = sys.version_info  # a tuple that cannot be copied
         self.register_buffer("scale", None)
         self.register_buffer("count", torch.zeros(3))
 

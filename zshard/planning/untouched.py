@@ -43,8 +43,8 @@ def _with_copies(values: Iterable[object]) -> list[tuple[Any, Any]]:
     due = [*values]
     while due:
         value: Any = due.pop()
-        known = id(value) in found
-        if not known and (type(value) in _CONTAINERS or isinstance(value, tuple)):
-            found[id(value)] = value, copy.copy(value)
+        changes = type(value) in _CONTAINERS
+        if id(value) not in found and (changes or isinstance(value, tuple)):
+            found[id(value)] = value, copy.copy(value) if changes else None
             due += value.values() if isinstance(value, dict) else value
-    return [(held, before) for held, before in found.values() if not isinstance(held, tuple)]
+    return [(held, before) for held, before in found.values() if before is not None]
