@@ -51,9 +51,12 @@ def test_gradients_of_batch_normalisation_are_reduced_in_the_dtype_of_the_others
         assert grad is not None and grad.dtype == torch.bfloat16, name
 
 
-def test_normalisation_computes_in_float64_with_the_others() -> None:
-    plain = nn.Sequential(nn.Conv2d(2, 3, 1), nn.InstanceNorm2d(3, affine=True))
+@pytest.mark.parametrize("norm", [nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3)], ids=str)
+def test_normalisation_computes_in_float64_with_the_others(norm: nn.Module) -> None:
+    plain = nn.Sequential(nn.Conv2d(2, 3, 1), copy.deepcopy(norm))
     model, x = copy.deepcopy(plain), torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    for buffer in (each for each in model.buffers() if each.is_floating_point()):
+        buffer.data = buffer.double()
     fp64 = zshard.Precision(compute=torch.float64, reduce=torch.float64)
     assert torch.equal(zshard.wrap(model, precision=fp64)(x), plain.double()(x))
 
