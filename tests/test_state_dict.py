@@ -159,18 +159,6 @@ def test_a_buffer_and_its_lazy_conjugate_keep_their_own_values() -> None:
     assert all(torch.equal(whole[name], buffer) for name, buffer in made.items())
 
 
-class Counting(nn.BatchNorm1d):
-    def get_extra_state(self) -> list[Tensor | None]:
-        return [self.running_mean]
-
-
-def test_tensors_in_an_extra_state_are_copied() -> None:
-    model = zshard.wrap(Counting(2))
-    [mean] = zshard.state_dict(model)["_extra_state"]
-    model(torch.ones(3, 2))
-    assert mean.tolist() == [0.0, 0.0]
-
-
 def test_a_sparse_buffer_is_copied() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.eye(2).to_sparse())

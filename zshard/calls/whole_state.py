@@ -99,14 +99,15 @@ def _with_parameters(
 
 def _own(found: dict[str, Any], whole: Iterable[torch.Tensor]) -> None:
     """Put copies on the CPU in the place of what is the model's memory: all but ``whole``."""
-    copies = {_memory_of(param): param.detach() for param in whole}
+    # With what each was made of, whose memory could otherwise become another tensor's.
+    copies = {_memory_of(param): (param, param.detach()) for param in whole}
 
     def own(value: torch.Tensor) -> torch.Tensor:
         # What is sparse has not one memory.
         memory = _memory_of(value) if value.layout is torch.strided else (id(value),)
         if memory not in copies:
-            copies[memory] = value.detach().to("cpu", copy=True)
-        return copies[memory]
+            copies[memory] = value, value.detach().to("cpu", copy=True)
+        return copies[memory][1]
 
     for name, value in found.items():
         found[name] = map_tensors(own, value)  # extra state may be anything
