@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import statistics
 from collections import Counter
@@ -114,6 +115,17 @@ def test_a_step_allocates_nothing_large_that_the_plain_model_does_not(
 ) -> None:
     for found in run_ranks(beyond_plain, 2, strategy, precision):
         assert found == {1: "{}", 3: "{}"}
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf])
+def test_a_norm_copies_one_gradient_at_a_time_and_the_largest_magnitude_none(
+    norm_type: float,
+) -> None:
+    model = zshard.wrap(nn.Sequential(*(nn.Linear(601, 601, bias=False) for _ in range(3))))
+    model(torch.ones(3, 601)).square().mean().backward()
+    zshard.clip_grad_norm_(model, 1e-3)  # whose factor the next norm takes in
+    made = large_allocations(lambda: zshard.clip_grad_norm_(model, 1e-3, norm_type))
+    assert made == ({} if norm_type == math.inf else {8 * 601 * 601: 3})
 
 
 class Several(nn.Module):

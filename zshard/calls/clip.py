@@ -203,9 +203,12 @@ def _norm(schedule: Schedule, params: list[Sharded], p: float) -> torch.Tensor:
                 stats = torch.empty(2, dtype=torch.float64, device=grad.device)
                 ops.reduce_(grad, grad[None], stats=stats)
                 powers.append(stats[0] * pending**2)
+            elif maximum:
+                low, high = grad.aminmax()
+                powers.append(torch.maximum(low.abs(), high.abs()).double() * pending)
             else:
-                grad = grad.double().abs() * pending
-                powers.append(grad.max() if maximum else grad.pow(p).sum())
+                wide = grad.to(torch.float64, copy=True)
+                powers.append(wide.abs_().mul_(pending).pow_(p).sum())
     total = torch.zeros(1, dtype=torch.float64, device=schedule.device)
     if powers:
         stacked = torch.stack(powers).double()
