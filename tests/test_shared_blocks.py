@@ -1,4 +1,4 @@
-"""Units that are called several times: by one name, or by those of several places in a list."""
+"""A unit that is called several times in a row and hands on what another one made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import zshard
-from zshard.unitmap import unit_map
 
 
 class Encoder(nn.Module):
@@ -68,52 +67,3 @@ def trained(rank: int, world_size: int, calls: int, strategy: str) -> None:
 def test_what_a_unit_hands_on_is_not_its_own(calls: int, strategy: str) -> None:
     trained(0, 1, calls, strategy)
     run_ranks(trained, 2, calls, strategy)
-
-
-class Repeats(nn.Module):
-    """Two encoders, each at two places of a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first, second = Encoder(), Encoder()
-        self.layers = nn.ModuleList([first, first, second, second])
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def repeated(rank: int, world_size: int, strategy: str, units: object) -> str:
-    torch.manual_seed(0)
-    plain = Repeats()
-    model = zshard.wrap(copy.deepcopy(plain), strategy=strategy, units=units)
-    for step in range(3):
-        for each in (plain, model):
-            each.zero_grad()
-            each(torch.linspace(-1.0, 1.0 + step, 32).view(4, 8)).square().mean().backward()
-        assert_same_grads(plain, model)
-    return " ".join(unit["name"] for unit in zshard.memory(model)["units"])
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
-@pytest.mark.parametrize("units", [None, Encoder, ["layers.1", "layers.3"]])
-def test_a_block_at_several_places_of_a_list_is_a_unit(strategy: str, units: object) -> None:
-    assert repeated(0, 1, strategy, units) == "root layers.0 layers.2"
-    assert run_ranks(repeated, 2, strategy, units) == ["root layers.0 layers.2"] * 2
-
-
-def test_a_model_under_two_names_of_a_dict_is_one_of_it() -> None:
-    net = Encoder()
-    model = zshard.wrap(nn.ModuleDict({"student": net, "teacher": net}))
-    for name in model:
-        model[name](torch.ones(2, 8)).sum().backward()
-    assert zshard.full_grad(model, "teacher.outer.bias").tolist() == [4.0] * 8
-
-
-def test_a_block_that_two_units_share_is_the_roots() -> None:
-    shared = Encoder()
-    model = nn.Sequential(nn.Sequential(shared, Encoder()), nn.Sequential(shared, Encoder()))
-    specs = unit_map(model, ["0", "1", "1.0"], ())
-    assert [(spec.name, len(spec.params)) for spec in specs] == [("", 4), ("0", 4), ("1", 4)]

@@ -84,17 +84,12 @@ def unit_map(model: nn.Module, units: Units, ignored: Iterable[nn.Parameter]) ->
     home: dict[str, int] = {"": 0}  # module name -> index of the innermost unit around it
     parents: list[int | None] = [None]
     found = [("", model)]
-    index_of: dict[int, int] = {}
     # A module shared by several units has a name in each, and so its parameters fall to the root.
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         outer = home[name.rpartition(".")[0]]
         home[name] = outer
-        again = index_of.get(id(module))  # a unit that has another name in the one around it
-        if again is not None and parents[again] == outer:
-            home[name] = again
         if name in names:
-            index_of[id(module)] = len(found)
             home[name] = len(found)
             parents.append(outer)
             found.append((name, module))
@@ -178,13 +173,11 @@ def unit_names(model: nn.Module, units: Units) -> list[str]:
     names = {u for u in wanted if isinstance(u, str)}
     if not all(isinstance(u, type | str) for u in wanted):
         raise InputError(f"units={units!r}: expected module classes or names of modules")
-    every = dict(model.named_modules(remove_duplicate=False))
-    if unknown := sorted(names - every.keys()):
+    if unknown := sorted(names - modules.keys()):
         raise InputError(f"units: the model has no module named {', '.join(unknown)}")
     if classes and not any(isinstance(m, classes) for m in modules.values()):
         raise InputError(f"units: no module of the model is a {' or a '.join(map(str, classes))}")
-    named = {id(every[name]) for name in names}
-    return [n for n, m in modules.items() if id(m) in named or isinstance(m, classes)]
+    return [n for n, m in modules.items() if n in names or isinstance(m, classes)]
 
 
 def _around(name: str) -> Iterator[str]:
