@@ -130,9 +130,11 @@ def meetings(rank: int, world_size: int, route: str) -> list[int]:
 
 
 def test_a_step_that_is_like_the_one_before_meets_twice() -> None:
-    for first, _, *others in run_ranks(meetings, 2, "an expert each"):
+    for first, _, *others in run_ranks(meetings, 3, "an expert each"):
         assert first > 8
         assert others == [2] * 4, "once before forward, once before backward"
+    for _, _, *others in run_ranks(meetings, 2, "an expert each"):
+        assert others == [3] * 4, "and once behind backward, where a unit got no gradient"
 
 
 def test_a_forward_over_other_units_in_the_same_order_is_known_after_a_few_steps() -> None:

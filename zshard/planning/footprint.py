@@ -137,11 +137,14 @@ class Collective:
     count: int  # of them in a step
 
 
-def collectives_of(label: str, flats: Sequence[FlatPlan], gathers: int) -> list[Collective]:
+def collectives_of(
+    label: str, flats: Sequence[FlatPlan], gathers: int, *, reduced: bool
+) -> list[Collective]:
     """The collectives of a unit in a step.
 
     Args:
         gathers: how often whole parameters are gathered where they do not stay.
+        reduced: whether backward makes a gradient of what is trained.
     """
     found: list[Collective] = []
     for flat in flats:
@@ -154,7 +157,7 @@ def collectives_of(label: str, flats: Sequence[FlatPlan], gathers: int) -> list[
         if count > 0 and not strategy.replicated:
             sent = layout.shard_size * flat.dtypes.compute.itemsize * others
             found.append(Collective("all_gather", label, phase, sent, count))
-        if flat.trained:
+        if flat.trained and reduced:
             sent = layout.shard_size * flat.dtypes.reduce.itemsize * others
             found.append(Collective("reduce_scatter", label, "reduce", sent, 1))
             if strategy.replicated:

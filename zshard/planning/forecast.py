@@ -63,12 +63,12 @@ def _durations(
     nccl: bool,
 ) -> Durations:
     sent = {"gather": 0.0, "reduce": 0.0, "share": 0.0}
-    for each in collectives_of(label, flats, gathers=1):
+    for each in collectives_of(label, flats, gathers=1, reduced=work.reduced):
         kind = "reduce" if each.op == "reduce_scatter" else "gather"
         if each.op == "all_gather" and each.phase == "reduce":
             kind = "share"
         sent[kind] += seconds(each, machine, flats[0].layout.world_size)
-    trained = [flat for flat in flats if flat.trained]
+    trained = [flat for flat in flats if flat.trained and work.reduced]
     return Durations(
         label,
         all(flat.strategy.resident or flat.layout.world_size == 1 for flat in flats),

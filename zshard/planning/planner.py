@@ -33,7 +33,7 @@ from .inputs import BatchLike, text_of
 from .machine import Link, Machine
 from .models import model_of
 from .plan import Activations, Plan, Setup, UnitPlan
-from .rehearsal import Rehearsal, rehearse
+from .rehearsal import Rehearsal, UnitWork, rehearse
 
 _ALONE = threading.RLock()  # a rehearsal has the modules hold fake parameters for a while
 
@@ -154,9 +154,10 @@ class _Planner:
         units: list[UnitPlan] = []
         sent: list[Collective] = []
         for index, (spec, own) in enumerate(zip(self._specs, flats, strict=True)):
-            kept = 0 if rehearsal is None else rehearsal.units[index].kept
-            units.append(self._unit(spec, own, states, kept))
-            sent += collectives_of(spec.label, own, gathers.counts[index])
+            work = UnitWork(reduced=True) if rehearsal is None else rehearsal.units[index]
+            units.append(self._unit(spec, own, states, work.kept))
+            count = gathers.counts[index]
+            sent += collectives_of(spec.label, own, count, reduced=work.reduced)
         line = None
         if timed and rehearsal is not None and self._machine is not None:
             line = forecast(

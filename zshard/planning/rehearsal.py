@@ -41,6 +41,7 @@ class UnitWork:
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)  # recomputation included
     reached: bool = False  # by backward
+    reduced: bool = False  # a gradient of it is made
     kept: int = 0  # bytes alive after forward that were not before: for backward, and the output
 
 
@@ -240,6 +241,7 @@ class Meter(TorchDispatchMode):
                 self._outputs[tensor] = True
 
         def arrived(leaf: Tensor) -> None:
+            self._work[index].reduced = True
             missing.discard(id(leaf))
             if not missing:
                 for each in trained:

@@ -153,11 +153,11 @@ class Agreement:
     def _finish_part(self) -> None:
         self._take_part_in_the_rest()
         current = self._pass
-        # A backward that reduces has its own way to learn that a rank has left the program.
+        # A backward that reduces all has its own way to learn that a rank has left the program.
         if current.meets_at_end and not (current.reduces and current.follows):
-            label, made = "the end of a forward or backward", int(current.makes_gradients)
-            messages = self._meet(Intent.END, label, about=made)
-            for unit in current.left_to_reduce(any(message.about for message in messages)):
+            asked = current.asks(self._executor.has_new_gradients, self._executor.has_old_gradients)
+            messages = self._meet(Intent.END, "the end of a forward or backward", about=asked)
+            for unit in current.left_to_reduce(message.about for message in messages):
                 self._reduce(unit)
             if current.to_be_learned:
                 self._learn()

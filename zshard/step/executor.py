@@ -117,6 +117,14 @@ class Executor:
         if any(flat.full.written for flat in unit.flats):
             unit.check_unwritten()
 
+    def has_new_gradients(self, index: int) -> bool:
+        """Whether this rank has gradients of unit ``index`` to be reduced."""
+        return any(any(flat.grads.ready()) for flat in self._units[index].flats)
+
+    def has_old_gradients(self, index: int) -> bool:
+        """Whether it has reduced ones, which the next are added to."""
+        return any(any(flat.grads.present) for flat in self._units[index].flats)
+
     def reduce(self, unit: Unit) -> None:
         """Reduce the gradients that are there."""
         with self._comm.awaited("the reduction", unit.label):

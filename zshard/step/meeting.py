@@ -66,8 +66,8 @@ class Message(NamedTuple):
     model: int  # number of the wrapped model
     intent: Intent
     unit: int = 0  # index of the one that is called alone, needed or ready
-    about: int = 0  # checksum of what the pass depends on; at its end 1: gradients were made; of a
-    # need 1: it is not a part of the pass that this rank was in last
+    about: int = 0  # checksum of what the pass depends on; at its end see ``Pass.asks``; of a need
+    # 1: it is not a part of the pass that this rank was in last
     trained: int = 0  # checksum of the parameters that a backward trains
     changes: int = 0  # see ``Tally``
     checksum: int = 0

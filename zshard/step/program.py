@@ -18,6 +18,9 @@ different passes, or passes of different models, or only some do so inside of a 
 raise. If it is because a forward has raised on some, only the others do: that ends the step there,
 too, and all come to the same next pass, or change of parameters.
 
+A backward whose program does not reduce all that is trained ends with a meeting as well, in which
+the ranks tell of which other units they have gradients; what no rank has is not reduced.
+
 Another model's pass, or a backward of its own, cuts the forward that it begins inside of in two,
 each with its own program: ranks in unlike places of one would not find each other behind it.
 
@@ -46,7 +49,9 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -81,11 +86,11 @@ class Pass:
     Attributes:
         key: what kind of pass it is.
         program: what it follows; None where it goes from meeting to meeting.
-        trained: units that it reduces: at its end, in this order, those that were not before.
+        trained: units that it may reduce: at its end, in this order, those that were not before.
         reduces: whether it is a backward that reduces them, and has not ended.
         makes_gradients: whether this rank has got any in it.
-        follows: whether it began with a program; where it reduces, with one that has reductions,
-            and that it has not left.
+        follows: whether it began with a program; where it reduces, with one that has all
+            reductions, and that it has not left.
         to_be_learned: whether ranks have needed what is in no program, so there is a new one.
         meets_at_end: whether a meeting ends it.
         needed: what this rank has needed, in its order.
@@ -123,11 +128,11 @@ class Pass:
         self.follows = self.program is not None
 
     def reduce(self, trained: Sequence[int]) -> None:
-        """Be a backward that reduces the units ``trained``."""
+        """Be a backward that reduces what gets a gradient of the units ``trained``."""
         self.trained, self.reduces = trained, True
-        if self.follows and all(turn.op is Op.GATHER for turn in self.rest):
-            # No rank got a gradient before. One may now: what reentrant checkpoints make, say,
-            # cannot be foreseen. The ranks hear of it at the end.
+        if self.follows and sum(turn.op is Op.REDUCE for turn in self.rest) < len(trained):
+            # Of some units no rank got a gradient before. One may now: what reentrant checkpoints
+            # make, say, cannot be foreseen. The ranks hear of it at the end.
             self.follows, self.meets_at_end = False, True
 
     @property
@@ -187,14 +192,35 @@ class Pass:
             and len(self.ready_on[unit] | ended) == world_size
         ]
 
-    def left_to_reduce(self, made: bool) -> list[int]:
-        """What is to be reduced at its end: nothing if there is no gradient, nor in its program.
+    def asks(self, has_new: Callable[[int], bool], has_old: Callable[[int], bool]) -> int:
+        """What this rank says at its end, of the units that are left.
 
         Args:
-            made: whether any rank has made one.
+            has_new: whether it has gradients of a unit to be reduced; has_old: or reduced ones.
+
+        Returns:
+            0 where it has made no gradient in this pass; else 1, and a bit for each unit of which
+            it has any. It is one word: of more than 62 units some share a bit.
         """
-        if not made:
-            self.trained = ()
+        if not self.makes_gradients:
+            return 0
+        new = [unit for unit in self._left if has_new(unit)]
+        self.needed += [Turn(Op.REDUCE, unit) for unit in new]
+        return functools.reduce(operator.or_, map(_bit, (*new, *filter(has_old, self._left))), 1)
+
+    def left_to_reduce(self, asked: Iterable[int]) -> list[int]:
+        """What is to be reduced at its end: that of which any rank has gradients.
+
+        Nothing where no rank has made one in this pass: those of earlier ones stay as they are.
+
+        Args:
+            asked: what each rank has said.
+        """
+        wanted = functools.reduce(operator.or_, asked)
+        return [unit for unit in self._left if _bit(unit) & wanted]
+
+    @property
+    def _left(self) -> list[int]:
         return [unit for unit in self.trained if unit not in self.reduced]
 
     def end(self) -> None:
@@ -224,7 +250,7 @@ class Programs:
     def learn(self, ended: Pass, needed: Sequence[Sequence[Turn]], prefetch: int) -> None:
         """Learn from what the ranks have ``needed`` in a pass that has ``ended``; see ``learn``."""
         key, old = ended.key, self._learned.pop(ended.key, None)
-        self._learned[key] = learn(old, needed, ended.trained, prefetch)
+        self._learned[key] = learn(old, needed, prefetch)
         self._alike.pop(key, None)
         self._alike[key] = all(each == needed[0] for each in needed)
         _keep_latest(self._learned)
@@ -248,6 +274,10 @@ class Programs:
         self._alike.clear()
 
 
+def _bit(unit: int) -> int:
+    return 2 << unit % 62  # in 63 bits, with the lowest left
+
+
 def _keep_latest(found: dict[Key, Any]) -> None:
     while len(found) > _MOST:
         del found[next(iter(found))]
@@ -256,7 +286,6 @@ def _keep_latest(found: dict[Key, Any]) -> None:
 def learn(
     old: Program | None,
     needed: Sequence[Sequence[Turn]],
-    reduced: Sequence[int],
     prefetch: int,
 ) -> Program:
     """The program of a pass that has run on every rank.
@@ -264,7 +293,6 @@ def learn(
     Args:
         old: the program that it followed and had to leave; None if there was none.
         needed: what each rank needed, in its own order.
-        reduced: every unit that is to be reduced; those without a place yet come last.
         prefetch: how many gathers are issued ahead of the one that is needed.
     """
     longest = max(map(len, needed))
@@ -273,8 +301,6 @@ def learn(
         merged = _merge(needed)
     last = {turn: place for place, turn in enumerate(merged) if turn.op is Op.REDUCE}
     once = [s for i, s in enumerate(merged) if s.op is Op.GATHER or last[s] == i]
-    placed = {turn.unit for turn in last}
-    once += [Turn(Op.REDUCE, unit) for unit in reduced if unit not in placed]
     return _issue_ahead(once, prefetch)
 
 
