@@ -90,7 +90,7 @@ def timeline(
     lines.run("backward", [root, *reversed(reached)], prefetch, kept=(root, *inner[-1:]))
     for unit in units:
         if unit not in (root, *reached):
-            lines.reduce(unit)  # gradients that are missing are sent as zeros
+            lines.reduce(unit)  # what it has got without its output
     lines.reduce(root)
     lines.land()
     lines.wait("reduce", root, lines.reductions)
