@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,3 +200,18 @@ def test_a_batch_that_takes_gradients_does_so_in_a_plan() -> None:
         zshard.plan(Checkpointed(), 2, batch=torch.ones(4, 3))
     planned = zshard.plan(Checkpointed(), 2, batch=torch.ones(4, 3, requires_grad=True))
     assert [each.op for each in planned.collectives] == ["all_gather", "reduce_scatter"]
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("units", [None, ["1"]])
+def test_modules_of_torchscript_have_their_tensors_again_after_a_plan(
+    units: list[str] | None,
+) -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    model = nn.Sequential(nn.Linear(3, 3), scripted)
+    before = [*model.parameters(), *model.buffers()]
+    refused = pytest.raises(zshard.InputError, match="ScriptModules")  # hooks, which units take
+    with contextlib.nullcontext() if units is None else refused:
+        zshard.plan(model, 2, batch=torch.ones(4, 3), units=units)
+    assert all(map(operator.is_, [*model.parameters(), *model.buffers()], before))
+    assert model(torch.ones(4, 3)).isfinite().all()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
@@ -23,9 +24,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     gradients = [(param, param.grad) for param in model.parameters()]
     containers = _with_copies(module.__dict__ for module in model.modules())
+    # TorchScript keeps tensors out of __dict__, behind views that cannot be cleared.
+    scripted: list[tuple[Any, dict[str, Any]]] = [
+        (held, dict(held.items()))
+        for module in model.modules()
+        if isinstance(module, torch.jit.ScriptModule)
+        for held in (module._parameters, module._buffers)
+    ]
     try:
         yield
     finally:
+        for view, tensors in scripted:
+            for name, tensor in tensors.items():
+                view[name] = tensor
         for held, before in containers:
             held.clear()
             if isinstance(held, (list, deque)):
