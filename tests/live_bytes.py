@@ -51,11 +51,18 @@ class LiveBytes(TorchDispatchMode):
 
     def _storages(self, value: object) -> dict[int, torch.UntypedStorage]:
         storages = [
-            leaf.untyped_storage()
+            part.untyped_storage()
             for leaf in tree_leaves(value)
             if isinstance(leaf, Tensor) and not isinstance(leaf, zshard.param.Sharded)
+            for part in _parts(leaf)
         ]
         return {storage._cdata: storage for storage in storages}
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor]
 
 
 def peak_of(step: Callable[[], None]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from live_bytes import peak_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,3 +58,15 @@ def test_the_products_of_an_lstm_are_counted(options: dict[str, object]) -> None
     planned = zshard.plan(model, 2, batch=torch.empty(7, 5, 16, requires_grad=True))
     elements = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert planned.flops == 3 * 2 * 7 * 5 * elements  # forward, and the gradients of both
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("units", ["model", "layer"])
+def test_sparse_gradients_are_alive_until_they_are_packed(
+    kind: type[nn.Embedding] | type[nn.EmbeddingBag], units: str
+) -> None:
+    batch = torch.zeros(4, 8, dtype=torch.int64)
+    model = nn.Sequential(kind(300, 16, sparse=True), nn.Linear(16, 4))
+    planned = zshard.plan(model, 1, batch=batch, units=units).activations
+    zshard.wrap(model, units=units)
+    assert planned.bytes == peak_of(lambda: model(batch).mean().backward()) > 300 * 16 * 4

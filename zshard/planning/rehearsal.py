@@ -183,6 +183,10 @@ class Meter(TorchDispatchMode):
         return out
 
     def _note(self, tensor: Tensor) -> None:
+        if tensor.layout is torch.sparse_coo:  # a gradient, of nn.Embedding(sparse=True) say
+            self._note(tensor._indices())
+            self._note(tensor._values())
+            return
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._alive or key in self._ignored:
@@ -244,6 +248,8 @@ class Meter(TorchDispatchMode):
             self._work[index].reduced = True
             missing.discard(id(leaf))
             if not missing:
+                # Packing reads them so, which makes memory only for sparse ones.
+                [each.grad.to_dense() for each in trained if each.grad is not None]
                 for each in trained:
                     each.grad = None
                 self._inside = [0]
