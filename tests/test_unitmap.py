@@ -12,14 +12,15 @@ from odd import Holder
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
 
 import zshard
 from zshard.unitmap import unit_map, unit_names
 
 
-def layers(*, norm: bool = False) -> nn.Sequential:
+def layers(*, norm: bool = False, made: Callable = lambda layer: layer) -> nn.Sequential:
     front = [nn.LayerNorm(4)] if norm else []
-    return nn.Sequential(*front, nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    return nn.Sequential(*front, made(nn.Linear(4, 4)), nn.GELU(), made(nn.Linear(4, 4)))
 
 
 def convolution() -> nn.Sequential:
@@ -133,9 +134,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "blocks": (lambda: nn.Sequential(Block(), Block(), nn.Linear(7, 7)), ["0", "1"]),
     "one block": (lambda: nn.Sequential(Block(), nn.Linear(7, 7)), []),
     "Sequentials": (lambda: nn.Sequential(*(layers(norm=True) for _ in range(3))), ["0", "1", "2"]),
+    "normed": (lambda: nn.Sequential(*(layers(made=weight_norm) for _ in "ab")), ["0", "1"]),
     "of one layer": (lambda: nn.ModuleList(convolution() for _ in range(2)), ["0", "1"]),
     "a subclass": (lambda: nn.Sequential(Layers(nn.Linear(4, 4)), Layers(nn.Tanh())), []),
     "subclasses": (lambda: nn.Sequential(*(Layers(nn.Linear(4, 4)) for _ in "ab")), ["0", "1"]),
+    "parametrized": (lambda: layers(made=weight_norm), ["0", "2"]),
     "one Sequential": (lambda: nn.Sequential(layers(), nn.Linear(4, 4)), ["0.0", "0.2"]),
     "stages of blocks": (
         lambda: nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2))),
@@ -182,10 +185,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: listing(nn.ModuleList([Block(), Pair(7), nn.Linear(7, 7)]) for _ in range(2)),
         ["0.0.0", "0.0.1", "0.1.0", "0.1.1"],
     ),
-    "one block in every list": (
-        lambda: listing(nn.ModuleList([block]) for block in [Block()] * 2),
-        [],
-    ),
+    "one block in every list": (lambda: listing(nn.ModuleList([b]) for b in [Block()] * 2), []),
     "holders in lists": (lambda: listing(nn.ModuleList([Holder()]) for _ in range(2)), []),
     "blocks that list parameters": (lambda: nn.Sequential(Listing(3), Listing(3)), ["0", "1"]),
     "stages of a net": (net, STAGES),

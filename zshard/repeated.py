@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import type_before_parametrizations as class_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
@@ -35,22 +36,22 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             lists = [child for child in module.children() if type(child) is nn.ModuleList]
             for child in module.children():
                 if any(True for _ in child.parameters()):  # which a class may have return a list
-                    alike[type(child)].append(child)
+                    alike[class_of(child)].append(child)
             for child in (child for other in beside for child in other.children()):
                 called = type(child).forward is not nn.Module.forward  # else its layers are
-                if child not in alike[type(child)] and called and _has_several_layers(child):
-                    alike[type(child)].append(child)
+                if child not in alike[class_of(child)] and called and _has_several_layers(child):
+                    alike[class_of(child)].append(child)
         stages = {kind for kind, siblings in alike.items() if _are_stages(siblings)}
         blocks: list[tuple[str, nn.Module]] = []
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             called = not isinstance(child, (*_CONTAINERS, *NEVER_CALLED))
-            repeated = len(alike[type(child)]) > 1
+            repeated = len(alike[class_of(child)]) > 1
             if repeated and called:
-                blocks += _blocks_of(path, child) if type(child) in stages else [(path, child)]
+                blocks += _blocks_of(path, child) if class_of(child) in stages else [(path, child)]
                 continue
             inner = within(path, child, lists if child in lists else ())
-            layers_alone = all(next(block.children(), None) is None for _, block in inner)
+            layers_alone = all(_is_layer(block) for _, block in inner)
             if repeated and isinstance(child, nn.Sequential) and layers_alone:
                 blocks.append((path, child))
             else:
@@ -58,6 +59,11 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         return blocks
 
     return [path for path, _ in within("", model)]
+
+
+def _is_layer(block: nn.Module) -> bool:
+    """Whether it has no modules but those that its parameters are made by."""
+    return all(name == "parametrizations" for name, _ in block.named_children())
 
 
 def _are_stages(siblings: Sequence[nn.Module]) -> bool:
@@ -76,7 +82,7 @@ def _are_stages(siblings: Sequence[nn.Module]) -> bool:
         weights = [param for block in blocks for param in block.parameters()]
         widths.append(_widths(weights))
         held += sum(weight.numel() for weight in weights)
-        repeat = repeat or len({type(block) for block in blocks}) < len(blocks)
+        repeat = repeat or len({class_of(block) for block in blocks}) < len(blocks)
     little_else = 3 * held > 2 * sum(param.numel() for param in params)
     return repeat and all(widths) and not set.intersection(*widths) and little_else
 
