@@ -86,6 +86,7 @@ def test_the_usual_text_is_pythons_own_library_without_what_is_installed_or_test
 
 def test_a_folder_is_text_but_for_what_is_no_file_and_what_is_a_runs(tmp_path: Path) -> None:
     (tmp_path / "broken").symlink_to("nowhere")
+    (tmp_path / "linked").symlink_to(Path(os.__file__).parent)
     os.mkfifo(tmp_path / "pipe")  # reading it would never end
     (tmp_path / "metrics.jsonl").write_text("a user's")
     assert find_files([str(tmp_path)]) == [tmp_path / "metrics.jsonl"]

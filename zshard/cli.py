@@ -263,7 +263,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--data",
         nargs="+",
         metavar="PATH",
-        help="files or folders (default: the source of Python's standard library)",
+        help="files, or folders, in which links to other folders are not followed (default: the "
+        "source of Python's standard library)",
     )
     add(training, "steps", int, "optimizer steps")
     add(training, "batch", int, "sequences a rank and micro-step")

@@ -33,7 +33,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
     Args:
         paths: files, and folders of which every file is taken that is not hidden, nor in the folder
-            of a run; none at all means the source files of Python's own standard library.
+            of a run, nor behind a link to another folder; none at all means the source files of
+            Python's own standard library.
 
     Raises:
         InputError: for a path that does not exist, a folder that cannot be read, or no file.
