@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .errors import ShardedAccessError, StateError
-from .hooks import GradHook, ParamHook
+from .hooks import GradHook, ParamHook, ParamHooks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -169,15 +169,16 @@ class Sharded(torch.Tensor):
 
     def register_hook(self, hook: GradHook) -> RemovableHandle:
         """As torch's: ``hook`` gets this rank's whole gradient, before it is reduced."""
-        if not (self._of_model and self.requires_grad):
-            raise StateError(f"{self.fqn}: a hook on what is not a trained parameter would not run")
-        return self.flat.hooks[self.segment].on_grad.add(hook)
+        return self._own_hooks().on_grad.add(hook)
 
     def register_post_accumulate_grad_hook(self, hook: ParamHook) -> RemovableHandle:
         """As torch's: ``hook`` gets the parameter, after backward, with the reduced gradient."""
+        return self._own_hooks().after_reduction.add(hook)
+
+    def _own_hooks(self) -> ParamHooks:
         if not (self._of_model and self.requires_grad):
             raise StateError(f"{self.fqn}: a hook on what is not a trained parameter would not run")
-        return self.flat.hooks[self.segment].after_reduction.add(hook)
+        return self.flat.hooks[self.segment]
 
     @property
     def fqn(self) -> str:
