@@ -25,7 +25,7 @@ from ..streams import Mark, compute_waits, mark_here
 from .arena import COPIED, Window
 from .in_memory import InMemoryRanks
 from .messages import Work
-from .per_group import per_group
+from .standing import Standing
 from .symmetric_memory import Allocator, SymmetricArena, TorchAllocator
 
 # Channels of barriers. What is mailed is gathered on any lane, so it has one of its own.
@@ -40,6 +40,7 @@ class SymmetricRanks(InMemoryRanks[Window]):
     """
 
     arena: SymmetricArena
+    _standing: Standing
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, allocator: Allocator | None = None
@@ -49,7 +50,6 @@ class SymmetricRanks(InMemoryRanks[Window]):
         self.arena = SymmetricArena(weakref.proxy(self), allocator or TorchAllocator())
         self._read: dict[int, Mark] = {}  # by address: when the last gather of it had been read
         self._mailbox: torch.Tensor | None = None  # for what was not made by `empty`
-        self._attendance = per_group(group).standing
 
     # --- what is lent ----------------------------------------------------------------------------
 
@@ -59,18 +59,18 @@ class SymmetricRanks(InMemoryRanks[Window]):
 
     def attending(self) -> AbstractContextManager[None]:
         """See [Note: a collective over symmetric memory]."""
-        return self._attendance
+        return self._standing
 
     def reclaim(self, lent: torch.Tensor) -> None:
         """Stall the compute stream until nobody reads ``lent`` any more."""
-        with self._attendance:
+        with self._standing:
             compute_waits(self._read.pop(lent.data_ptr(), None))
 
     def release(self, lent: torch.Tensor) -> None:
         """Say that this rank has read what others lend where it lends ``lent``."""
-        if self._attendance.failed:
+        if self._standing.failed:
             return  # the barrier would meet the others' one before
-        with self._attendance:
+        with self._standing:
             self.arena.barrier(_REDUCTIONS)
 
     def rows_for_me(self, packed: torch.Tensor) -> list[torch.Tensor]:
