@@ -120,8 +120,7 @@ def _wrapped_like(params: Sequence[torch.Tensor]) -> str | None:
     """The class of a wrapped model that has gradients, and parameters of the shapes of these."""
     shapes = sorted(tuple(p.shape) for p in params)
     for schedule in live():
-        if sorted(tuple(p.shape) for p in schedule.parameters()) == shapes:
-            schedule.reducer.read_outcome()
-            if any(any(flat.grads.present) for flat in schedule.reducer.trained_flats):
-                return type(schedule.model).__name__
+        own = sorted(tuple(p.shape) for p in schedule.parameters())
+        if own == shapes and schedule.totals.has_gradients:
+            return type(schedule.model).__name__
     return None
