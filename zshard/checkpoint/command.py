@@ -70,8 +70,7 @@ def _lines(listing: Listing) -> str:
         health = "not whole: " + summary.problems[0] if summary.problems else "whole"
         if summary.path == listing.newest:
             health += ", newest"
-        size = f"{summary.nbytes / 1e6:,.2f} MB"
-        ranks = counted(summary.ranks, "rank")
+        ranks, size = counted(summary.ranks, "rank"), _megabytes(summary.nbytes)
         rows.append((os.path.basename(summary.path), summary.saved, ranks, size, health))
     lines = tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()
     lines += [f"{os.path.basename(path)}  {why}" for path, why in listing.unreadable.items()]
