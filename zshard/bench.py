@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from .errors import MissingPackage
+from .pictures import require_matplotlib
 
 BENCHMARKS = {
     "ops": "kernels beside torch's",
@@ -38,11 +38,9 @@ def run(
     try:
         import_module(f"bench_{name}").main(arguments, f"zshard bench {name}")
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise MissingPackage(
-            f"bench {name} needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
+        if error.name == "matplotlib":
+            require_matplotlib(f"bench {name}")
+        raise
 
 
 def _folder() -> Path:
