@@ -110,7 +110,7 @@ class ForwardHooks:
         self._root.forward_io.enter((args, kwargs))  # behind obtain, which may drop them
         self._executor.enter("forward", self._root)
         self._agreement.look_ahead()
-        if schedule.precision.cast_inputs and schedule.precision.compute is not None:
+        if schedule.precision.cast_inputs:
             return cast_floating((args, kwargs), schedule.precision.compute)  # type: ignore[return-value]
         return None
 
