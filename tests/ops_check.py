@@ -26,6 +26,16 @@ def odd(numel: int, dtype: torch.dtype, start: int = 1) -> Tensor:
     return torch.randn(numel + start + 3, dtype=wide).to(dtype)[start : start + numel]
 
 
+def peers_of(world_size: int, numel: int, dtype: torch.dtype, *starts: int) -> list[Tensor]:
+    """A tensor a rank, rank i's starts[i % len(starts)] elements behind an aligned address."""
+    return [odd(numel, dtype, starts[i % len(starts)]) for i in range(world_size)]
+
+
+def stats() -> Tensor:
+    """Statistics that a call has to overwrite."""
+    return torch.full((2,), -1.0, dtype=torch.float64)
+
+
 class Twins:
     """Copies of tensors with the same strides and offsets; views that share storage still do."""
 

@@ -8,23 +8,13 @@ import sys
 
 import pytest
 import torch
-from ops_check import F, assert_same, check, devices, odd, refuses
+from ops_check import F, assert_same, check, devices, odd, peers_of, refuses, stats
 from torch import Tensor
 
 from zshard import ops
 
 RANKS = [1, 2, 3, 5]
 SIZES = [0, 1, 7, 33, 4096, 10_007]
-
-
-def peers_of(world_size: int, numel: int, dtype: torch.dtype, *starts: int) -> list[Tensor]:
-    """A tensor a rank, rank i's starts[i % len(starts)] elements behind an aligned address."""
-    return [odd(numel, dtype, starts[i % len(starts)]) for i in range(world_size)]
-
-
-def stats() -> Tensor:
-    """Statistics that a call has to overwrite."""
-    return torch.full((2,), -1.0, dtype=torch.float64)
 
 
 # --- gather_cast_ ---

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ops_check import F, assert_same, check, devices, odd, refuses
+from ops_check import F, assert_same, check, devices, odd, refuses, stats
 from torch import Tensor
 
 from zshard import ops, reference
@@ -21,11 +21,6 @@ SIZES = [0, 1, 7, 4095, 4096, 4097, 10_007]
 def chunks_of(world_size: int, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
     """(W, numel) chunks, each `start` elements longer in memory than it is."""
     return torch.randn(world_size, numel + start).to(dtype)[:, start:]
-
-
-def stats() -> Tensor:
-    """Statistics that a call has to overwrite."""
-    return torch.full((2,), -1.0, dtype=torch.float64)
 
 
 @devices

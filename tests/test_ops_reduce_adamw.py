@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ops_check import F, Twins, assert_same, check, devices, odd, refuses
+from ops_check import F, Twins, assert_same, check, devices, peers_of, refuses, stats
 from optim_calls import make
 from torch import Tensor
 
@@ -51,14 +51,9 @@ def arguments(
         "hypers": call.hypers,
         "steps": call.steps,
         "scale": SCALE,
-        "stats": torch.full((2,), -1.0, dtype=torch.float64),
+        "stats": stats(),
         **tables,
     }
-
-
-def peers_of(world_size: int, numel: int, dtype: torch.dtype, *starts: int) -> list[Tensor]:
-    """A tensor a rank, rank i's starts[i % len(starts)] elements behind an aligned address."""
-    return [odd(numel, dtype, starts[i % len(starts)]) for i in range(world_size)]
 
 
 def in_two_calls(call: dict[str, object]) -> None:
