@@ -24,6 +24,14 @@ def one_step(model: nn.Module, rank: int, step: int) -> Tensor:
     return loss.detach()
 
 
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> None:
+    """Take a whole step, clipped."""
+    models.loss_of(model, data).backward()
+    zshard.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def mean_gradient(param: Tensor, world_size: int) -> Tensor | None:
     """The mean over the ranks of what a plain model has, where any of them has a gradient."""
     there = torch.tensor([float(param.grad is not None)])

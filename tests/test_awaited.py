@@ -12,8 +12,8 @@ import pytest
 import torch
 from models import Blocks
 from ranks import run_ranks
-from steps import batch
-from torch import Tensor, nn
+from steps import batch, training_step
+from torch import nn
 
 import zshard
 from zshard import ops
@@ -50,17 +50,6 @@ def raising(owner: Any, name: str, at: int, kind: type[BaseException]) -> pytest
 
     patch.setattr(owner, name, raises)
     return patch
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> None:
-    models.loss_of(model, data).backward()
-    zshard.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [zshard.full_param(model, name) for name, _ in model.named_parameters()]
 
 
 def read_whole(model: nn.Module) -> None:
@@ -112,7 +101,7 @@ def in_the_middle(rank: int, world_size: int, comm: str, place: str, error: str)
     model = zshard.wrap(models.build("blocks"), strategy=strategy, comm=comm)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
     for number in range(before):
-        step(model, optimizer, batch(rank, number))
+        training_step(model, optimizer, batch(rank, number))
     said = []
     for _ in range(2):
         patch = raising(owner, name, at, ERRORS[error]) if rank == 0 and not said else None
@@ -120,7 +109,7 @@ def in_the_middle(rank: int, world_size: int, comm: str, place: str, error: str)
             if action is not None:
                 action(model)
             else:
-                step(model, optimizer, batch(rank, before))
+                training_step(model, optimizer, batch(rank, before))
         except (zshard.Error, *ERRORS.values()) as caught:
             said.append(f"{type(caught).__name__}: {caught}")
             if patch is not None:
@@ -195,7 +184,7 @@ def built_on_one(rank: int, world_size: int, comm: str) -> list[str]:
         finally:
             if patch is not None:
                 patch.undo()
-    step(model, zshard.AdamW(model.parameters()), batch(rank, 0))
+    training_step(model, zshard.AdamW(model.parameters()), batch(rank, 0))
     return said
 
 

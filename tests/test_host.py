@@ -17,6 +17,7 @@ import torch.distributed as dist
 from models import Blocks
 from ops_check import devices
 from ranks import run_ranks
+from steps import training_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -67,13 +68,6 @@ def wrapped(device: str, **options: object) -> nn.Module:
         return zshard.wrap(Blocks(), init="trust", **options)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    models.loss_of(model, x).backward()
-    zshard.clip_grad_norm_(model, 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 DEVICES = ["meta", *devices.args[1][1:]]
 
 
@@ -84,9 +78,9 @@ def test_a_step_makes_the_host_wait_for_nothing(device: str, strategy: str) -> N
     optimizer = zshard.AdamW(model.parameters())
     x = torch.zeros(4, 3, device=device)
     for _ in range(2):
-        step(model, optimizer, x)
+        training_step(model, optimizer, x)
     with no_waiting(device) as crossed:
-        step(model, optimizer, x)
+        training_step(model, optimizer, x)
     assert crossed == []
 
 
@@ -96,10 +90,10 @@ def test_a_new_learning_rate_is_one_copy_that_nobody_waits_for(device: str) -> N
     optimizer = zshard.AdamW(model.parameters())
     x = torch.zeros(4, 3, device=device)
     for _ in range(2):
-        step(model, optimizer, x)
+        training_step(model, optimizer, x)
     optimizer.param_groups[0]["lr"] = 0.5
     with no_waiting(device) as crossed:
-        step(model, optimizer, x)
+        training_step(model, optimizer, x)
     assert crossed == ["aten._to_copy.default"] * (device == "meta")
 
 
@@ -140,7 +134,7 @@ def two_hosts(rank: int, world_size: int, break_at: int | None) -> tuple[list[st
                 zshard.reset(model)
                 return [], []
             with no_waiting("meta") as crossed:
-                step(model, optimizer, x)
+                training_step(model, optimizer, x)
         present = schedule_of(model).units[2].flats[0].grads.arrived
         return crossed, present
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import Blocks
 from ranks import run_ranks, simulated
-from steps import batch
+from steps import batch, training_step
 from torch import Tensor, nn
 
 import zshard
@@ -95,13 +95,6 @@ def values(model: nn.Module) -> list[Tensor]:
     return [zshard.full_param(model, name) for name, _ in model.named_parameters()]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> None:
-    models.loss_of(model, data).backward()
-    zshard.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def interrupted(rank: int, world_size: int, site: str) -> list[str]:
     """What differs, wherever the second of three steps was interrupted."""
     torch.set_num_threads(1)
@@ -111,9 +104,9 @@ def interrupted(rank: int, world_size: int, site: str) -> list[str]:
         torch.manual_seed(0)
         model = zshard.wrap(Blocks(), comm="peer" if world_size > 1 else "auto")
         optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
-        step(model, optimizer, batch(rank, 0))
+        training_step(model, optimizer, batch(rank, 0))
         if at == 0:
-            step(model, optimizer, batch(rank, 2))
+            training_step(model, optimizer, batch(rank, 2))
             expected = values(model)
             continue
         try:
@@ -131,7 +124,7 @@ def interrupted(rank: int, world_size: int, site: str) -> list[str]:
             model.zero_grad()
             with zshard.full_params(model):
                 pass
-            step(model, optimizer, batch(rank, 2))
+            training_step(model, optimizer, batch(rank, 2))
             if not all(map(torch.equal, values(model), expected)):
                 wrong.append(f"call {at}: other values")
         except Exception as error:
@@ -173,10 +166,10 @@ def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) 
             model, plain = zshard.wrap(Blocks(), strategy=strategy, comm=comm), Blocks()
             optimizer = RULES[rule](model.parameters(), lr=1e-2)
             if before:
-                step(model, optimizer, batch(rank, 0))
+                training_step(model, optimizer, batch(rank, 0))
             try:
                 with Interrupts(site, at):
-                    step(model, optimizer, batch(rank, 1))
+                    training_step(model, optimizer, batch(rank, 1))
             except KeyboardInterrupt:
                 zshard.reset(model)
             else:
@@ -188,7 +181,7 @@ def afterwards(rank: int, world_size: int, strategy: str, rule: str, site: str) 
                 with torch.no_grad():
                     if not torch.equal(model(batch(rank, number)), plain(batch(rank, number))):
                         wrong.append(f"{before=} {at=}: forward {number} has other values")
-            step(model, optimizer, batch(rank, 4))
+            training_step(model, optimizer, batch(rank, 4))
     return wrong
 
 
@@ -219,11 +212,11 @@ def alone(rank: int, world_size: int, strategy: str, site: str, at: int) -> tupl
     another = zshard.wrap(Blocks(), comm="group")
     optimizer = zshard.AdamW(model.parameters())
     for number in range(2):
-        step(model, optimizer, batch(rank, number))
+        training_step(model, optimizer, batch(rank, number))
     refused: list[str] = []
     if rank == 0:
         with pytest.raises(KeyboardInterrupt), Interrupts(site, at):
-            step(model, optimizer, batch(rank, 2))
+            training_step(model, optimizer, batch(rank, 2))
         zshard.reset(model)
         for use in (lambda: another(batch(rank, 2)), lambda: zshard.wrap(Blocks(), comm="group")):
             with pytest.raises(zshard.CommError) as caught:
@@ -231,7 +224,7 @@ def alone(rank: int, world_size: int, strategy: str, site: str, at: int) -> tupl
             refused.append(str(caught.value))
     with pytest.raises(zshard.CommError) as caught:
         for number in range(2, 5):
-            step(model, optimizer, batch(rank, number))
+            training_step(model, optimizer, batch(rank, number))
     return str(caught.value), *refused
 
 
@@ -262,11 +255,11 @@ def told(rank: int, world_size: int, strategy: str, site: str, at: int) -> tuple
         model = zshard.wrap(Blocks(), strategy=strategy, comm="peer")
         optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
         for number in range(2):
-            step(model, optimizer, batch(rank, number))
+            training_step(model, optimizer, batch(rank, number))
         if interrupts:
             try:
                 with Interrupts(site, at) if rank == 0 else nullcontext():
-                    step(model, optimizer, batch(rank, 2))
+                    training_step(model, optimizer, batch(rank, 2))
             except (KeyboardInterrupt, zshard.CommError) as error:
                 said = f"{type(error).__name__}: {error}"
             zshard.reset(model)
@@ -274,7 +267,7 @@ def told(rank: int, world_size: int, strategy: str, site: str, at: int) -> tuple
         # zero2 gathers when all have made the update.
         made = strategy == "zero2" and (site, at) in (*GATHERS, ("begin a pass", 3))
         for number in range(2 + (made and interrupts), 4):
-            step(model, optimizer, batch(rank, number))
+            training_step(model, optimizer, batch(rank, number))
         runs.append(values(model))
     return said, all(map(torch.equal, *runs))
 
@@ -302,7 +295,7 @@ def between_meetings(rank: int, world_size: int) -> list[str]:
         )
         try:
             with interrupts:
-                step(model, optimizer, batch(rank, number))
+                training_step(model, optimizer, batch(rank, number))
         except (KeyboardInterrupt, zshard.Error) as error:
             said.append(type(error).__name__)
         else:
