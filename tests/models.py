@@ -244,7 +244,6 @@ CASES: dict[str, Case] = {
 }
 
 PLAIN_CASES = [name for name in CASES if not name.startswith("gpt_")]
-CHECKPOINT_CASES = [name for name in CASES if name.startswith("gpt_")]
 
 
 def build(name: str) -> nn.Module:

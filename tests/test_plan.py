@@ -34,10 +34,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, rank: in
     optimizer.zero_grad()
 
 
-def by_unit(name: str, module: nn.Module) -> str:
-    return "zero2" if name == "blocks.1" else "zero3"
-
-
 def compare(rank: int, size: int) -> int:
     """Hold plans against what models of every kind come to; returns how many."""
     cases = [

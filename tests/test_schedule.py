@@ -32,7 +32,6 @@ wait blocks.1, backward blocks.1, gather blocks.0, reshard blocks.1, pack blocks
 wait blocks.0, backward blocks.0, reshard blocks.0, pack blocks.0, reduce blocks.0,
 reshard root, pack root, reduce root, step root
 """
-UNITS = ("root", "blocks.0", "blocks.1", "blocks.2")
 
 
 def events(text: str) -> list[tuple[str, ...]]:

@@ -52,9 +52,6 @@ class Record:
         return Record(self.losses[:1], self.norms[:1], self.gradients[:1])
 
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """zshard's AdamW with hyper-parameters that move every parameter visibly in ten steps."""
     return zshard.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
