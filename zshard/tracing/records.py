@@ -126,14 +126,9 @@ class Transfer:
             self.parts, self.ends = 1, [last]
 
     @property
-    def done(self) -> bool:
-        """Whether it is known to be complete."""
-        return len(self.ends) >= self.parts
-
-    @property
     def to_be_told(self) -> bool:
         """Whether the backend has still to tell of its completion."""
-        return self.exact and not self.by_waiter and not self.done
+        return self.exact and not self.by_waiter and len(self.ends) < self.parts
 
     def __str__(self) -> str:
         return f"{self.phase} {self.unit}"
