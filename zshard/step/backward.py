@@ -237,9 +237,11 @@ class Backward:
             self._executor.enter_state(TrainingState.IDLE)
         self._begun.pop(self, None)
         self.forwards.end_backward()
-        with self._interrupted.going_on():
+        try:
             if self._reduces:
                 self._reducer.run_hooks()
+        finally:  # the forwards go on, if only to be left by what a hook has raised
+            self._interrupted.go_on()
         self._schedule.kept_views.warn()
 
     # --- exceptions ------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ where that is needed, and the forward goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..training_state import TrainingState
@@ -46,20 +44,12 @@ class Interrupted:
             order = schedule.forward.order if self._in_forward else ()
             schedule.backward.forwards.note(needed, schedule.executor.gathered_units, order)
 
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
-        """A context behind which the forwards go on, if only to be left by what it has raised."""
-        try:
-            yield
-        finally:
-            self._go_on()
-
     def forget(self) -> None:
         """Let go of the forwards, and of what went into them: an exception has left them."""
         self.units.clear()
         self._forward_ios.clear()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Put back what the forwards need, after the backward.
 
         Raises:
