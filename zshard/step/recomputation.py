@@ -44,9 +44,9 @@ class Recomputation:
             pass
 
     def note(self, unit: Unit) -> list[Unit]:
-        """``unit`` was recomputed; those that have to be gathered again.
+        """``unit`` was recomputed; the units that have to be gathered again.
 
-        None as long as a unit around it computes, which they might push out.
+        Empty as long as a unit around it computes, which they might push out.
         """
         self._again.add(unit)
         if unit not in self._announced:

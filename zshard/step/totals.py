@@ -118,9 +118,9 @@ class Totals:
         self._zeroed.clear()
 
     def before_zeroing(self, flat: Flat, index: int) -> None:
-        """Apply the factor, before gradient ``index`` of ``flat`` is zeroed, which it is past.
+        """Apply the factor, which the other gradients lack, before ``index`` of ``flat`` is zeroed.
 
-        In fp16 small values of the others would become 0: there it waits until all are zeroed.
+        In fp16 small values of those would become 0: there it waits until all are zeroed.
         """
         reduced = (each.dtypes.reduce for each in self._flats)  # asked for only where it matters
         if not (self.unscales and torch.float16 in reduced):
