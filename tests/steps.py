@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import zshard
 from zshard.transports import groups
+from zshard.wrap import schedule_of
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -45,6 +46,11 @@ def build(**options: object) -> nn.Module:
     """Wrap the model, with the same values on every rank and in every call."""
     torch.manual_seed(0)
     return zshard.wrap(models.Blocks(), **options)
+
+
+def transport_of(model: nn.Module) -> str:
+    """How the ranks of a wrapped model reach each other, as ``wrap`` calls it."""
+    return "peer" if schedule_of(model).comm.shards.in_memory else "group"
 
 
 def all_by_messages(rank: int) -> None:

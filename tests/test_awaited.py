@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import Blocks
 from ranks import run_ranks
-from steps import batch, training_step
+from steps import batch, training_step, transport_of
 from torch import nn
 
 import zshard
@@ -22,7 +22,6 @@ from zshard.optimizers.buckets import Bucket
 from zshard.step.agreement import Agreement
 from zshard.step.executor import Executor
 from zshard.units.pool import Pool
-from zshard.wrap import schedule_of
 from zshard.wrapping.sharding import Sharder
 
 ERRORS = {
@@ -58,8 +57,7 @@ def read_whole(model: nn.Module) -> None:
 
 
 def follow(model: nn.Module) -> None:
-    comm = "peer" if schedule_of(model).comm.shards.in_memory else "group"
-    other = zshard.wrap(Blocks(), units="model", comm=comm, init="broadcast")
+    other = zshard.wrap(Blocks(), units="model", comm=transport_of(model), init="broadcast")
     with torch.no_grad():  # of parameters that are cut in different places
         model.blocks[0].down.weight.lerp_(other.blocks[0].down.weight, 0.5)
 

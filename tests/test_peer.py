@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 from ranks import run_ranks
+from steps import transport_of
 from torch.distributed.device_mesh import init_device_mesh
 from training import FEW_STEPS, Record, Wrapped, adamw, assert_same_bits, train
 
@@ -26,10 +27,6 @@ PRECISIONS = {
     "split": zshard.Precision.bf16(master="split"),
 }
 STEADY = ("all_gather", "reduce_scatter", "all_reduce", "agree")
-
-
-def transport_of(model: torch.nn.Module) -> str:
-    return "peer" if schedule_of(model).comm.shards.in_memory else "group"
 
 
 def trained(

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, simulated
+from steps import transport_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
@@ -21,10 +22,6 @@ from zshard.comm import Comm
 from zshard.tag import Tag
 from zshard.transports import discovery, transport
 from zshard.wrap import schedule_of
-
-
-def transport_of(model: torch.nn.Module) -> str:
-    return "peer" if schedule_of(model).comm.shards.in_memory else "group"
 
 
 def out_of_reach(rank: int, world_size: int, comm: str) -> str:
