@@ -35,6 +35,44 @@ def test_a_parameter_that_got_other_memory_is_updated_there(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_whose_memory_got_another_order_keeps_each_elements_states(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    found = []
+    for moves in (False, True):
+        param = nn.Parameter(torch.ones(2, 3, 2, 2, dtype=dtype))
+        optimizer = kind([param], lr=0.1, **({"momentum": 0.9} if kind is zshard.SGD else {}))
+        for step in range(3):
+            if moves and step == 1:
+                param.data = param.data.contiguous(memory_format=torch.channels_last)
+            param.grad = torch.arange(24, dtype=dtype).view_as(param) * (step - 1.5)
+            optimizer.step()
+        found += [param.detach(), *optimizer.state_dict()["state"][0].values()]
+    assert all(map(torch.equal, found[: len(found) // 2], found[len(found) // 2 :]))
+
+
+@pytest.mark.parametrize("other", [torch.ones(2), torch.ones(4)])
+def test_a_parameter_that_got_another_shape_is_refused_if_there_are_states_of_it(
+    other: torch.Tensor,
+) -> None:
+    param, free = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    adam, sgd = zshard.AdamW([param]), zshard.SGD([free], lr=1.0)
+    for each in (param, free):
+        each.grad = torch.ones(3)
+    adam.step()
+    sgd.step()
+    for each in (param, free):
+        each.grad, each.data = None, other.clone()
+        each.grad = torch.ones_like(each)
+    with pytest.raises(zshard.OptimizerError, match=r"had shape \(3,\)"):
+        adam.step()
+    assert torch.equal(param, other)
+    sgd.step()
+    assert torch.equal(free, other - 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [*KINDS, torch.optim.SGD])
 def test_a_graph_that_was_made_before_a_step_is_refused_behind_it_as_torch_does(
     kind: type[torch.optim.Optimizer], dtype: torch.dtype

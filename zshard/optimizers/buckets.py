@@ -247,6 +247,14 @@ def kind_of(param: torch.Tensor) -> Kind:
     return Kind(None, param.device, param.dtype, None, split=False)
 
 
+def is_trained(param: torch.Tensor) -> bool:
+    """Whether there are gradients for ``param``, or others of its shard, or may be."""
+    if not isinstance(param, Sharded) or param.flat.requires_grad:
+        return True
+    param.flat.schedule.reducer.read_outcome()
+    return any(param.flat.grads.present)  # frozen since the backward
+
+
 def has_grad(param: torch.Tensor) -> bool:
     """Whether any rank has a gradient for ``param``.
 

@@ -22,8 +22,16 @@ from ..param import Sharded
 from ..schedule import Schedule, live
 from ..step.updates import note_states, note_step
 from ..units.flat import Flat
-from .buckets import Bucket, Hyper, Kind, buckets_of, has_grad, require_updatable
-from .optim_states import as_sharded, check_fits, saved_states, sharded_like, slice_of
+from .buckets import Bucket, Hyper, Kind, buckets_of, has_grad, is_trained, require_updatable
+from .optim_states import (
+    Place,
+    as_it_lay,
+    as_sharded,
+    check_fits,
+    saved_states,
+    sharded_like,
+    slice_of,
+)
 from .stand_ins import refuse_parameters_of_a_copy
 from .wide import Rule, wide_step
 
@@ -53,7 +61,7 @@ class FusedOptimizer(Optimizer):
 
     def _forget_layout(self) -> None:
         self._buckets: dict[Kind, Bucket] = {}
-        self._built_for: Sequence[tuple[object, ...]] = []
+        self._built_for: Sequence[tuple[int, type, int, bool, Place | None, tuple[str, ...]]] = []
         self._laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the states, made for it
 
     @abstractmethod
@@ -150,7 +158,7 @@ class FusedOptimizer(Optimizer):
         grouped = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
         params = [p for p, _ in grouped]
         names = self._state_names(chain((self.state.get(p, {}) for p in params), given))
-        signature = [(id(p), type(p), i, _is_trained(p), _address(p), names) for p, i in grouped]
+        signature = [(id(p), type(p), i, is_trained(p), Place.of(p), names) for p, i in grouped]
         if signature == self._built_for and self._has_own_states():
             return
         was = {key: kind for key, kind, *_ in self._built_for}
@@ -160,10 +168,15 @@ class FusedOptimizer(Optimizer):
                 "the optimizer had taken steps before zshard.wrap, and its state is that of whole "
                 "parameters. Wrap the model first, or make a new optimizer."
             )
+        places = {key: place for key, _, _, _, place, _ in self._built_for}
+        saved = [
+            (p, as_it_lay(p, old, self._laid_out.get(p, {}), places.get(id(p))))
+            for p in params
+            if (old := self.state.get(p)) and p not in moved
+        ]
         before, states = self._buckets, dict(self.state)
         # First: it may refuse a parameter, and then all stays as it is.
-        self._buckets = buckets_of([each for each in grouped if _is_trained(each[0])], names)
-        saved = [(p, old) for p in params if (old := self.state.get(p)) and p not in moved]
+        self._buckets = buckets_of([each for each in grouped if is_trained(each[0])], names)
         laid_out: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         try:
             for param in params:
@@ -335,16 +348,3 @@ class FusedOptimizer(Optimizer):
             # Of what is frozen since, which may be trained again, and what else the user keeps.
             names = values.keys() & self._state_names([values])
             self.state[param] = values | {name: slice_of(values[name]) for name in names} | own
-
-
-def _is_trained(param: torch.Tensor) -> bool:
-    """Whether there are gradients for ``param``, or others of its shard, or may be."""
-    if not isinstance(param, Sharded) or param.flat.requires_grad:
-        return True
-    param.flat.schedule.reducer.read_outcome()
-    return any(param.flat.grads.present)  # frozen since the backward
-
-
-def _address(param: torch.Tensor) -> int:
-    """Where a plain parameter lies, which assigning ``.data`` changes; a sharded one stays."""
-    return 0 if isinstance(param, Sharded) else param.data_ptr()

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import OptimizerError
 from ..param import Sharded
+
+
+class Place(NamedTuple):
+    """Where a plain parameter lies, which assigning ``.data`` changes."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Place | None:
+        """Where ``param`` lies; None for a sharded one, which stays there."""
+        if isinstance(param, Sharded):
+            return None
+        return cls(param.data_ptr(), param.shape, param.stride())
 
 
 def saved_states(values: dict[str, Any]) -> dict[str, Any]:
@@ -45,6 +60,28 @@ def as_sharded(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.numel() != param.local_numel:  # whole
         return value
     return Sharded(value, param.flat, param.segment)
+
+
+def as_it_lay(
+    param: torch.Tensor,
+    states: dict[str, Any],
+    laid_out: Mapping[str, torch.Tensor],
+    place: Place | None,
+) -> dict[str, Any]:
+    """``states`` of a plain ``param``, those ``laid_out`` as tensors like it was in ``place``.
+
+    Raises:
+        OptimizerError: if it has had another shape.
+    """
+    if place is None:
+        return states
+    own = {n: each for n, each in laid_out.items() if each.ndim == 1 and states.get(n) is each}
+    if own and place.shape != param.shape:
+        raise OptimizerError(
+            f"a parameter of shape {tuple(param.shape)} had shape {tuple(place.shape)} in the "
+            "optimizer's last step, and its states have that. Make a new optimizer."
+        )
+    return states | {n: each.as_strided(place.shape, place.stride) for n, each in own.items()}
 
 
 def slice_of(value: torch.Tensor) -> torch.Tensor:
