@@ -142,6 +142,26 @@ def test_a_plain_tensor_in_the_row_of_a_sharded_one_is_refused_before_anything_h
     assert torch.equal(buffer, torch.ones(3))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda plain, scale: plain.add_(scale),
+        lambda plain, scale: plain.lerp_(scale, 0.5),
+        lambda plain, scale: torch.add(scale, 1.0, out=plain),
+        lambda plain, scale: torch._foreach_add_([plain], [scale]),
+    ],
+)
+def test_a_plain_number_is_not_written_from_a_slice(write: Callable[[Tensor, Tensor], Any]) -> None:
+    """A rank may have no element of a parameter without dimensions."""
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    zshard.wrap(model)
+    plain = torch.tensor(1.0)
+    with pytest.raises(zshard.ShardedAccessError, match="mixes the sharded 'scale' with a plain"):
+        write(plain, model.scale.detach())
+    assert plain.shape == () and plain == 1.0
+
+
 def test_a_result_of_lists_is_like_the_sharded_tensor_of_its_row() -> None:
     a, b, c = (p.detach() for p in zshard.wrap(nn.ParameterList(map(torch.ones, (2, 3, 4)))))
     found = torch._foreach_mul([torch.tensor(2.0), c, b], [a, c, torch.tensor(3.0)])

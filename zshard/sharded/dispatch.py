@@ -159,7 +159,8 @@ def _on_slices(
     func: Any, op: Operator, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     """The operator's result on the local slices, its writes announced to their flat tensors."""
-    changed = _mutated(op, args, kwargs)
+    written_to = _written(op, args, kwargs)
+    changed = _sharded_in(written_to)
     storages: dict[Flat, set[int]] = {}
     for target in changed:
         if target._local is None:
@@ -168,7 +169,7 @@ def _on_slices(
     for flat, written in storages.items():
         flat.before_slices(written)
     first = _sharded_in((*args, *kwargs.values()))[0]
-    local = _local_of(op, first, changed)
+    local = _local_of(op, first, written_to)
     result = func(
         *(_mapped(local, value) for value in args),
         **{name: _mapped(local, value) for name, value in kwargs.items()},
@@ -208,7 +209,7 @@ def _cut_alike(
     rows = _computed_together(op, args, kwargs)
     if all(first._lines_up_with(other) for row in rows for first, other in pairwise(row)):
         return args, kwargs
-    changed = _mutated(op, args, kwargs)
+    changed = _sharded_in(_written(op, args, kwargs))
     written, memory = {id(each) for each in changed}, {memory_of(each) for each in changed}
 
     def recut_in_row(index: int, value: object) -> object:
@@ -250,8 +251,8 @@ def _copy_into_split(target: Sharded, source: object) -> None:
     target.flat.updated(send_written=True)
 
 
-def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[[object], object]:
-    written = {id(each) for each in changed}
+def _local_of(op: Operator, first: Sharded, written_to: list[object]) -> Callable[[object], object]:
+    written = {id(each) for each in written_to}
 
     def local_of(x: object) -> object:
         if isinstance(x, ShardedGrad):
@@ -265,20 +266,29 @@ def _local_of(op: Operator, first: Sharded, changed: list[Sharded]) -> Callable[
             return local
         if isinstance(x, Sharded):
             return x.local
-        if isinstance(x, torch.Tensor) and x.ndim > 0 and op.name != "aten::copy_":
+        if (
+            isinstance(x, torch.Tensor)
+            and (x.ndim > 0 or id(x) in written)
+            and op.name != "aten::copy_"
+        ):
             refuse_plain(op.name, first, x, of_optimizer=op.mutable or op.of_lists)
         return x
 
     return local_of
 
 
-def _mutated(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Sharded]:
-    """The sharded arguments that the operator writes."""
-    written: list[Sharded] = []
+def _written(op: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> list[object]:
+    """The arguments, and what lists among them hold, that the operator writes element by element.
+
+    Not the counts of steps of a fused optimizer.
+    """
+    written: list[object] = []
     for position, name in op.written:
         if name == "grads" and kwargs.get("grad_scale") is None:
             continue  # a fused optimizer writes them where it divides them by a loss scale
-        written += _sharded_in((args[position] if position < len(args) else kwargs.get(name),))
+        if name != "state_steps":
+            value = args[position] if position < len(args) else kwargs.get(name)
+            written += value if isinstance(value, (list, tuple)) else [value]
     return written
 
 
