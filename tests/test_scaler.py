@@ -300,6 +300,9 @@ def test_fp16_gradients_cannot_be_read_between_unscale_and_zero_grad(set_to_none
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none)
+    model.inlet.weight.grad = torch.ones(7, 3)
+    assert torch.equal(zshard.full_grad(model, "inlet.weight"), torch.ones(7, 3))
+    optimizer.zero_grad(set_to_none)
     backward(model, scaler)
     assert zshard.full_grad(model, "inlet.weight").abs().max() > 0
 

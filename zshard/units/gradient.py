@@ -174,7 +174,8 @@ class Gradients:
         return (mine.to(master) * scale.to(master)).to(self._flat.dtypes.reduce)
 
     def _apply_scale(self, index: int) -> None:
-        self._refuse_fp16(index)
+        if self.present[index]:
+            self._refuse_fp16(index)
         if self._totals.unscales:
             for flat in self._flat.schedule.flats:  # it applies to all of them
                 if True in flat.grads.present:
