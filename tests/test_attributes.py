@@ -88,6 +88,15 @@ def test_a_parameter_by_itself_is_not_moved_into_a_graph() -> None:
     assert weight.is_leaf and weight.grad_fn is None
 
 
+def test_a_change_of_the_memory_format_is_refused_by_name_but_not_one_that_is_there() -> None:
+    before = zshard.wrap(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    behind = zshard.wrap(nn.Conv2d(3, 4, 3))
+    before.to(memory_format=torch.channels_last)
+    assert before.weight.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(zshard.StateError, match="nor can the memory format"):
+        behind.to(memory_format=torch.channels_last)
+
+
 OWN = ["flat", "fqn", "local", "local_numel", "segment"]
 
 

@@ -103,8 +103,9 @@ def _refuse_to_convert(op: Operator, param: Sharded) -> NoReturn:
     if next(modules_called(), None) is not None:  # autocast, say, of one that is not gathered
         refuse_whole_tensor_op(op.name, param)
     raise StateError(
-        f"{param.fqn}: dtype and device cannot change after zshard.wrap. Convert the "
-        "model before it, or pass device= and precision=zshard.Precision(...) to it."
+        f"{param.fqn}: dtype and device cannot change after zshard.wrap, nor can the memory "
+        "format. Convert the model before it, or pass device= and precision=zshard.Precision(...) "
+        "to it."
     )
 
 
