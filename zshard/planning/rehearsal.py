@@ -248,8 +248,9 @@ class Meter(TorchDispatchMode):
             self._work[index].reduced = True
             missing.discard(id(leaf))
             if not missing:
-                # Packing reads them so, which makes memory only for sparse ones.
-                [each.grad.to_dense() for each in trained if each.grad is not None]
+                # As packing reads them, which makes memory only of sparse ones, all at once.
+                dense = [each.grad.to_dense() for each in trained if each.grad is not None]
+                del dense
                 for each in trained:
                     each.grad = None
                 self._inside = [0]
