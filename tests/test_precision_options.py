@@ -66,3 +66,13 @@ def test_a_model_with_float64_beside_fp32_may_compute_in_bf16() -> None:
     zshard.wrap(model, precision=zshard.Precision.bf16())
     dtypes = [zshard.full_param(model, name).dtype for name in ("0.weight", "1.weight")]
     assert dtypes == [torch.float32, torch.float64]
+
+
+def test_a_parameter_that_is_written_before_a_step_on_others_has_the_new_values_behind_it() -> None:
+    model = zshard.wrap(nn.Linear(4, 2), precision=zshard.Precision.bf16())
+    optimizer = zshard.SGD([model.weight], lr=0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    with torch.no_grad():
+        model.bias.fill_(3.0)
+    optimizer.step()
+    assert model(torch.zeros(1, 4)).tolist() == [[3.0, 3.0]]
