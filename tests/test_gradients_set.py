@@ -96,10 +96,7 @@ def test_to_assign_the_gradient_that_is_there_or_an_alias_of_it_changes_nothing(
     run_ranks(assign_what_is_there, 2, strategy, held)
 
 
-@pytest.mark.parametrize("precision", [None, zshard.Precision.bf16(reduce=torch.bfloat16)])
-def test_data_of_a_gradient_or_of_an_alias_of_it_is_set_without_a_change_of_the_other(
-    precision: zshard.Precision | None,
-) -> None:
+def set_data(rank: int, world_size: int, precision: zshard.Precision | None) -> None:
     model = zshard.wrap(nn.Linear(3, 2), precision=precision)
     model(torch.ones(1, 3)).sum().backward()
     zshard.clip_grad_norm_([model.weight], 6**0.5 / 2)  # a factor of a half, which waits
@@ -107,11 +104,31 @@ def test_data_of_a_gradient_or_of_an_alias_of_it_is_set_without_a_change_of_the_
     grad.data = torch.full((2, 3), 5.0)
     after = grad.detach()
     assert model.weight.grad is grad
-    torch.testing.assert_close(before.local, torch.full((6,), 0.5), rtol=1e-5, atol=0.0)
     after.data = torch.full((2, 3), 7.0)
     assert torch.equal(zshard.full_grad(model, "weight"), torch.full((2, 3), 5.0))
-    model.zero_grad()
     with zshard.no_sync(model):
         model(torch.ones(1, 3)).sum().backward()
-    model.zero_grad()
-    assert after.local.tolist() == [7.0] * 6
+    model.zero_grad()  # on several ranks, of what is held back
+    for parted, value in ((before, 0.5), (after, 7.0)):
+        expected = torch.full_like(parted.local, value)
+        torch.testing.assert_close(parted.local, expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", [None, zshard.Precision.bf16(reduce=torch.bfloat16)])
+def test_data_of_a_gradient_or_of_an_alias_of_it_is_set_without_a_change_of_the_other(
+    precision: zshard.Precision | None, world_size: int
+) -> None:
+    run_ranks(set_data, world_size, precision)
+
+
+def test_data_of_a_gradient_that_no_sync_holds_back_is_refused_and_parts_nothing() -> None:
+    model = zshard.wrap(nn.Linear(3, 2))
+    with zshard.no_sync(model):
+        model(torch.ones(1, 3)).sum().backward()
+    grad, alias = model.weight.grad, model.weight.grad.data
+    for each in (grad, alias):
+        with pytest.raises(zshard.StateError, match=r"weight: its gradient is held back"):
+            each.data = torch.zeros(2, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    assert grad.local.tolist() == alias.local.tolist() == [2.0] * 6
