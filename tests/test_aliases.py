@@ -73,8 +73,10 @@ def test_data_of_what_an_optimizers_state_dict_shows_is_the_optimizers() -> None
     optimizer = zshard.AdamW([model.weight])
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+    alias = model.weight.data  # of the parameter, whose states are no aliases
     optimizer.state_dict()["state"][0]["exp_avg"].data = torch.full((2, 3), 3.0)
     assert optimizer.state[model.weight]["exp_avg"].tolist() == [3.0] * 6
+    assert torch.equal(alias.local, model.weight.local)
 
 
 @pytest.mark.parametrize("precision", [None, SPLIT], ids=["fp32", "split"])
