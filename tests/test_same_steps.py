@@ -224,3 +224,18 @@ def test_a_closure_may_reduce_what_no_sync_holds(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_is_refused_for_a_held_gradient_changes_nothing(name: str) -> None:
     run_ranks(held_behind, 2, name)
+
+
+def clips_otherwise(rank: int, world_size: int) -> list[str]:
+    model = build()
+    models.loss_of(model, batch(rank, 0)).backward()
+    zshard.clip_grad_norm_(model, 1.0 + rank)
+    with pytest.raises(zshard.MismatchError, match="max_norm"):
+        zshard.full_param(model, "inlet.bias")
+    return list(zshard.state_dict(model, all_ranks=True))
+
+
+def test_a_model_whose_gradients_alone_differ_is_not_torn() -> None:
+    """No step has brought the difference to the parameters, which are saved as they are."""
+    names, _ = run_ranks(clips_otherwise, 2)
+    assert "inlet.bias" in names
