@@ -232,14 +232,15 @@ def test_states_made_before_wrap_are_saved_before_any_step(world_size: int, tmp_
 
 
 def shrinks(rank: int, world_size: int) -> None:
-    model = nn.Linear(64, 32)
-    optimizer = torch.optim.Adagrad(model.parameters())
-    zshard.wrap(model)
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    for param in model.parameters():
-        state = optimizer.state[param]["sum"].local
-        assert state.untyped_storage().nbytes() == 4 * param.local_numel
+    for dtype in (torch.float32, torch.bfloat16):  # both of an fp32 master
+        model = nn.Linear(64, 32, dtype=dtype)
+        optimizer = torch.optim.Adagrad(model.parameters())
+        zshard.wrap(model)
+        model(torch.ones(2, 64, dtype=dtype)).sum().backward()
+        optimizer.step()
+        for param in model.parameters():
+            state = optimizer.state[param]["sum"].local
+            assert state.untyped_storage().nbytes() == 4 * param.local_numel
 
 
 def test_states_made_before_wrap_take_the_memory_of_shards_from_the_first_step_on() -> None:
