@@ -205,6 +205,18 @@ def test_a_gradient_dropped_while_no_sync_held_it_has_no_values() -> None:
     assert (p.grad * 1.0).local.abs().sum() > 0
 
 
+def test_what_was_kept_of_a_gradient_outlives_a_later_one_that_no_sync_held() -> None:
+    model = build()
+    backward(model, 0)
+    alias = next(model.parameters()).grad.detach()
+    before = values([alias])
+    model.zero_grad()
+    with zshard.no_sync(model):
+        backward(model, 1)
+    model.zero_grad()
+    assert values([alias]) == before
+
+
 def test_where_nobody_keeps_a_gradient_no_object_is_made_anew() -> None:
     model = build()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
