@@ -89,6 +89,9 @@ def test_the_memory_of_a_sharded_tensor_is_refused_by_name(name: str) -> None:
     with pytest.raises(zshard.ShardedAccessError, match=rf"weight: {name} needs.*full_param"):
         getattr(model.weight, name)()
     assert not model.weight.is_shared()  # which torch answers by the storage
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(zshard.ShardedAccessError, match=rf"weight: {name} needs.*full_grad"):
+        getattr(model.weight.grad, name)()
 
 
 def test_files_of_shards_are_refused(tmp_path: Path) -> None:

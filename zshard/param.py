@@ -308,18 +308,18 @@ def _needs_memory(name: str) -> Callable[..., NoReturn]:
     def refused(self: Sharded, *args: object, **kwargs: object) -> NoReturn:
         raise ShardedAccessError(
             f"{self.fqn}: {name} needs the whole of it in one place; this rank holds a shard, "
-            f"{self.local_numel} of {self.numel()} elements. Read it with zshard.full_param, or "
-            "work inside zshard.full_params(model). To save, use zshard.save or zshard.export, or "
-            "hand on zshard.state_dict(model, all_ranks=True); to load a file, zshard.load_weights."
+            f"{self.local_numel} of {self.numel()} elements. Read it with zshard."
+            f"{'full_grad' if isinstance(self, ShardedGrad) else 'full_param'}, or work inside "
+            "zshard.full_params(model). To save, use zshard.save or zshard.export, or hand on "
+            "zshard.state_dict(model, all_ranks=True); to load a file, zshard.load_weights."
         )
 
     return refused
 
 
 for _name in (
-    *("tolist", "numpy", "item", "share_memory_", "__dlpack__", "__array__"),
-    *("data_ptr", "const_data_ptr"),
-    *("untyped_storage", "storage"),  # whose address safetensors, and so save_pretrained, ask for
+    *("tolist", "numpy", "item", "share_memory_", "__dlpack__", "__array__", "const_data_ptr"),
+    *("data_ptr", "untyped_storage", "storage"),  # safetensors, so save_pretrained, asks for them
 ):
     setattr(Sharded, _name, _needs_memory(_name))
 
