@@ -95,8 +95,11 @@ def reductions(
             param.grad = None
         if steps:
             sums.clear()
+            gathered = zshard.stats(model).calls["all_gather"]
             optimizer.step()
             optimizer.zero_grad()
+            renewed = zshard.stats(model).calls["all_gather"] - gathered
+            assert renewed == (counts[-1] if options["strategy"] == "zero2" else 0)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(zshard.full_param(model, name), param.detach())
     return counts

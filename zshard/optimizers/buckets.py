@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -165,21 +166,31 @@ class Bucket:
             if shard.flat is not None and shard.flat.master.has_copy
         ]
 
-    def before_write(self) -> None:
-        """Let gathers end that still send what the last update wrote."""
-        for flat in self._flats():
+    def before_write(self, active: Sequence[bool]) -> None:
+        """Let gathers end that still send what the last update wrote.
+
+        Args:
+            active: of each row, whether it is updated.
+        """
+        for flat in self._flats(active):
             flat.before_write()
 
-    def note_written(self) -> None:
-        """Tell the flat buffers, or autograd, that the masters get new values."""
-        for flat in self._flats():
+    def note_written(self, active: Sequence[bool]) -> None:
+        """Tell the flat buffers, or autograd, that masters get new values; as ``before_write``."""
+        for flat in self._flats(active):
             flat.updated(send_written=not flat.master.stale)
-        for shard, master in zip(self.shards, self.masters, strict=True):
-            if shard.flat is None:
-                torch.autograd.graph.increment_version(master)
+        for index in self._shards_of(active):
+            if self.shards[index].flat is None:
+                torch.autograd.graph.increment_version(self.masters[index])
 
-    def _flats(self) -> Iterable[Flat]:
-        return dict.fromkeys(shard.flat for shard in self.shards if shard.flat is not None)
+    def _flats(self, active: Sequence[bool]) -> Iterable[Flat]:
+        found = (self.shards[index].flat for index in self._shards_of(active))
+        return dict.fromkeys(flat for flat in found if flat is not None)
+
+    def _shards_of(self, active: Sequence[bool]) -> Iterable[int]:
+        if all(active):
+            return range(len(self.shards))
+        return dict.fromkeys(row.shard for row in compress(self.rows, active))
 
 
 @torch.inference_mode(False)  # they outlive a step there

@@ -141,14 +141,14 @@ class FusedOptimizer(Optimizer):
             grad_scale = grad_scale.to(torch.float64 if kind.wide else torch.float32)
         with nullcontext() if schedule is None else schedule.executor.doing("step", schedule.root):
             bucket.refresh(hypers, active)
-            bucket.before_write()
+            bucket.before_write(active)
             op, rule = self._rules()
             if kind.wide:
                 update = partial(wide_step, rule, bucket, bucket.grads(), active, hypers)
             else:
                 update = partial(op, *bucket.arguments(all(active)))
             with nullcontext() if schedule is None else schedule.updates.change() as change:
-                bucket.note_written()  # before: should an exception come, all is gathered again
+                bucket.note_written(active)  # before: after an exception all is gathered again
                 if change is not None:
                     change.begun = True
                 update(grad_scale)
