@@ -152,7 +152,7 @@ def collectives_of(
         others = layout.world_size - 1
         if others == 0 or layout.numel == 0:
             continue
-        updated = any(each.trained for each in flats)
+        updated = reduced and any(each.trained for each in flats)
         phase, count = ("step", int(updated)) if strategy.resident else ("gather", gathers)
         if count > 0 and not strategy.replicated:
             sent = layout.shard_size * flat.dtypes.compute.itemsize * others
