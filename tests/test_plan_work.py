@@ -70,3 +70,18 @@ def test_sparse_gradients_are_alive_until_they_are_packed(
     planned = zshard.plan(model, 1, batch=batch, units=units).activations
     zshard.wrap(model, units=units)
     assert planned.bytes == peak_of(lambda: model(batch).mean().backward()) > 300 * 16 * 4
+
+
+def test_a_sum_of_sparse_gradients_has_the_elements_of_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 16, sparse=True)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.table(tokens) + self.table(tokens + 1)
+
+    model, batch = Twice(), torch.zeros(4, 8, dtype=torch.int64)
+    planned = zshard.plan(model, 1, batch=batch).activations
+    zshard.wrap(model)
+    assert planned.bytes == peak_of(lambda: model(batch).mean().backward())

@@ -63,11 +63,17 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         # Its fake kernel takes bf16 alone; the real ones take fp32 and fp16 as well.
         cast: Any = cast_floating(args, torch.bfloat16)
         return func(*cast, **kwargs).to(args[0].dtype)
-    if func is aten.clone.default and args[0].layout is torch.sparse_coo:
-        # Its fake kernel leaves the elements out.
-        parts = args[0]._indices().clone(), args[0]._values().clone()
-        return torch.sparse_coo_tensor(*parts, args[0].shape, check_invariants=False)
+    sparse = [each for each in args[:2] if _is_sparse(each)]
+    if (func is aten.clone.default and sparse) or (func is aten.add.Tensor and len(sparse) == 2):
+        # Their fake kernels leave the elements out. Of a sum it has those of both.
+        indices = torch.cat([each._indices() for each in sparse], 1)
+        values = torch.cat([each._values() for each in sparse])
+        return torch.sparse_coo_tensor(indices, values, args[0].shape, check_invariants=False)
     return func(*args, **kwargs)
+
+
+def _is_sparse(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
 def _tensors(value: object) -> list[Tensor]:
