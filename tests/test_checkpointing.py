@@ -14,10 +14,12 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from training import FEW_STEPS, Record, Wrapped, adamw, assert_same_bits, train
 
 import zshard
+from zshard.unitmap import unit_names
 
 # tests/test_steps_n1.py and test_steps_ddp.py train the cases gpt_inside, gpt_around and gpt_both
 # against the plain model with the same checkpointing. Here: against no checkpointing at all, and
@@ -275,3 +277,9 @@ def test_what_torchs_checkpoint_wrapper_renames_is_read_by_every_name(around: st
     for name in (key for key in keys if key.endswith("weight")):
         assert torch.equal(zshard.full_param(model, name), value)
         assert torch.equal(zshard.full_grad(model, name), torch.ones(2, 3))
+
+
+def test_layers_in_checkpoint_wrappers_are_repeated_whichever_are_parametrized() -> None:
+    """A wrapper has all attributes of what it wraps, parametrizations too."""
+    made = (weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    assert unit_names(nn.Sequential(*map(checkpoint_wrapper, made)), None) == ["0", "1"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import type_before_parametrizations as class_of
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
@@ -36,19 +36,19 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             lists = [child for child in module.children() if type(child) is nn.ModuleList]
             for child in module.children():
                 if any(True for _ in child.parameters()):  # which a class may have return a list
-                    alike[class_of(child)].append(child)
+                    alike[_class_of(child)].append(child)
             for child in (child for other in beside for child in other.children()):
                 called = type(child).forward is not nn.Module.forward  # else its layers are
-                if child not in alike[class_of(child)] and called and _has_several_layers(child):
-                    alike[class_of(child)].append(child)
+                if child not in alike[_class_of(child)] and called and _has_several_layers(child):
+                    alike[_class_of(child)].append(child)
         stages = {kind for kind, siblings in alike.items() if _are_stages(siblings)}
         blocks: list[tuple[str, nn.Module]] = []
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             called = not isinstance(child, (*_CONTAINERS, *NEVER_CALLED))
-            repeated = len(alike[class_of(child)]) > 1
+            repeated = len(alike[_class_of(child)]) > 1
             if repeated and called:
-                blocks += _blocks_of(path, child) if class_of(child) in stages else [(path, child)]
+                blocks += _blocks_of(path, child) if _class_of(child) in stages else [(path, child)]
                 continue
             inner = within(path, child, lists if child in lists else ())
             layers_alone = all(_is_layer(block) for _, block in inner)
@@ -59,6 +59,13 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         return blocks
 
     return [path for path, _ in within("", model)]
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Its class, or that which it had before torch gave it one of its own, to parametrize it."""
+    # What wraps a module, as torch's checkpoint_wrapper does, may have its attributes as well.
+    parametrized = "parametrizations" in module._modules
+    return type_before_parametrizations(module) if parametrized else type(module)
 
 
 def _is_layer(block: nn.Module) -> bool:
@@ -82,7 +89,7 @@ def _are_stages(siblings: Sequence[nn.Module]) -> bool:
         weights = [param for block in blocks for param in block.parameters()]
         widths.append(_widths(weights))
         held += sum(weight.numel() for weight in weights)
-        repeat = repeat or len({class_of(block) for block in blocks}) < len(blocks)
+        repeat = repeat or len({_class_of(block) for block in blocks}) < len(blocks)
     little_else = 3 * held > 2 * sum(param.numel() for param in params)
     return repeat and all(widths) and not set.intersection(*widths) and little_else
 
