@@ -105,9 +105,10 @@ class Reducer:
             self._pending[0].wait()
             self._pending.pop(0)
         self._ending = ending
-        for flat in self.trained_flats:
-            if flat not in self._present:  # no rank has any gradient of it, as ``Pass`` says
-                self._stats_of[flat].zero_()
+        if self._present:  # else nobody takes them in, and torch.func lets nobody write them
+            for flat in self.trained_flats:
+                if flat not in self._present:  # no rank has a gradient of it, as ``Pass`` says
+                    self._stats_of[flat].zero_()
         none = {flat: [False] * len(flat.names) for flat in self.trained_flats}
         present = chain.from_iterable((none | self._present).values())
         stats = self._stats.sum(0)
