@@ -34,26 +34,29 @@ def turns(text: str) -> list[Turn]:
 
 
 @pytest.mark.parametrize(
-    ("old", "needed", "prefetch", "expected"),
+    ("old", "needed", "late", "prefetch", "expected"),
     [
-        (None, ["abc", "abc"], 1, "abc"),
-        (None, ["abd", "acd"], 1, "abcd"),
-        ("abd", ["acd", "acd"], 1, "abcd"),
-        ("abcdefgh", ["ba", "ba"], 1, "ba"),  # of another time
-        (None, ["cCbBaA"], 0, "cCbBaA"),
-        (None, ["cCbBaA"], 1, "cbCaBA"),
-        (None, ["cCbBaA"], 2, "cbaCBA"),
-        (None, ["CbBaA"], 1, "bCaBA"),
-        (None, ["cCbBD", "cCaAD"], 0, "cCbBaAD"),
-        (None, ["bBaA", "aAbB"], 0, "abBaA"),  # a reduction is the last of its places
+        (None, ["abc", "abc"], "", 1, "abc"),
+        (None, ["abd", "acd"], "", 1, "abcd"),
+        ("abd", ["acd", "acd"], "", 1, "abcd"),
+        ("abcdefgh", ["ba", "ba"], "", 1, "ba"),  # of another time
+        (None, ["cCbBaA"], "", 0, "cCbBaA"),
+        (None, ["cCbBaA"], "", 1, "cbCaBA"),
+        (None, ["cCbBaA"], "", 2, "cbaCBA"),
+        (None, ["CbBaA"], "", 1, "bCaBA"),
+        (None, ["cCbB", "cCaA"], "D", 0, "cCbBaAD"),
+        (None, ["bBaA", "aAbB"], "", 0, "abBaA"),  # a reduction is the last of its places
+        (None, ["cC", "aA"], "BD", 0, "cCaABD"),
+        ("cDC", ["cC", "aA"], "CD", 0, "cCaAD"),  # on another rank it was not late
     ],
 )
 def test_a_program_has_what_every_rank_needs_in_its_order_and_each_reduction_once(
-    old: str | None, needed: list[str], prefetch: int, expected: str
+    old: str | None, needed: list[str], late: str, prefetch: int, expected: str
 ) -> None:
     program = learn(
         None if old is None else tuple(turns(old)),
         [turns(text) for text in needed],
+        turns(late),
         prefetch,
     )
     assert spelled(program) == expected
@@ -63,10 +66,10 @@ def test_a_program_has_what_every_rank_needs_in_its_order_and_each_reduction_onc
 def test_any_needs_are_contained_in_the_program_that_is_learned_of_them(seed: int) -> None:
     rng = random.Random(seed)
     needed = [
-        [*gathers("".join(rng.choices("abcdefgh", k=rng.randrange(9)))), *turns("AB")]
+        gathers("".join(rng.choices("abcdefgh", k=rng.randrange(9))))
         for _ in range(rng.choice([1, 2, 4]))
     ]
-    program = learn(None, needed, rng.randrange(3))
+    program = learn(None, needed, turns("AB"), rng.randrange(3))
     for sequence in needed:
         rest = iter(program)
         assert all(turn in rest for turn in sequence)
@@ -77,17 +80,22 @@ def test_at_the_end_of_a_backward_one_word_tells_which_of_any_number_of_units_ar
     ranks = [Pass(makes_gradients=True), Pass(makes_gradients=True), Pass()]
     for each in ranks:
         each.reduce(range(200))
+    new, old = [{7, 61}, {120}, {3}], [{1}, {1}, {1}]
+    none_made = ranks[2].asks(new[2].__contains__, old[2].__contains__)
+    assert ranks[2].left_to_reduce([none_made] * 3) == []
+    for each in ranks:
         each.reduced.add(7)
-    new, old = [{7, 61}, {120}, {3}], [{1}, {1}, {2}]
     asked = [
         p.asks(n.__contains__, o.__contains__) for p, n, o in zip(ranks, new, old, strict=True)
     ]
-    assert asked[2] == 0 and max(asked) < 2**63
+    assert max(asked) < 2**63
+    # 1, 3, 61, 120, and what shares a bit with them.
+    left = [1, 3, 58, 61, 63, 65, 120, 123, 125, 127, 182, 185, 187, 189]
     for each in ranks:
-        # 1, 61, 120, and what shares a bit with them.
-        assert each.left_to_reduce(asked) == [1, 58, 61, 63, 120, 123, 125, 182, 185, 187]
+        assert each.left_to_reduce(asked) == left
+        assert each.left_to_reduce([none_made] * 3) == [1, 3, 63, 65, 125, 127, 187, 189]
         assert each.left_to_reduce([0, 0, 0]) == []
-    assert ranks[0].needed == [Turn(Op.REDUCE, 61)]
+    assert [each.late for each in ranks] == [[61], [120], [3]]
 
 
 class Chain(nn.Module):

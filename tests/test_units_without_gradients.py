@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import models
 import pytest
@@ -117,3 +118,103 @@ def test_only_units_are_reduced_of_which_a_rank_has_gradients(
     options = {"strategy": strategy, "comm": comm}
     for counts in run_ranks(reductions, 2, options, reentrant):
         assert counts == [4, 2, 2, 1, 3, 4, 2, 2, 4, 4, 2, 2, 3]
+
+
+class Adapted(Experts):
+    """Blocks alone are trained; ``path`` may end with -1, which detaches all that came before."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        self.inlet.requires_grad_(False)
+        self.outlet.requires_grad_(False)
+
+    def run(self, x: Tensor) -> Tensor:
+        out = super().run(x)
+        return out + x if -1 in self.path else out
+
+
+def adapted(
+    rank: int,
+    world_size: int,
+    strategy: str,
+    reentrant: bool,
+    backwards: Sequence[tuple[list[list[int]], str]],
+) -> None:
+    """Each backward's paths of the ranks; behind it "hold", or "add", or "drop" the gradients."""
+    torch.manual_seed(1)
+    plain, model = Adapted(reentrant), Adapted(reentrant)
+    model.load_state_dict(plain.state_dict())
+    zshard.wrap(model, strategy=strategy)
+    sums: dict[str, Tensor] = {}
+    for index, (paths, behind) in enumerate(backwards):
+        for side in (plain, model):
+            side.path = paths[rank]
+            holds = side is model and behind == "hold"
+            with zshard.no_sync(model) if holds else nullcontext():
+                data = batch(rank, index).requires_grad_()
+                (side(data) - 1.0).square().mean().backward()
+        if behind == "hold":
+            continue
+        for name, param in plain.named_parameters():
+            if (mean := mean_gradient(param, world_size)) is not None:
+                sums[name] = mean + sums.get(name, 0.0)
+            param.grad = None
+        for name in sums:
+            torch.testing.assert_close(zshard.full_grad(model, name), sums[name])
+        norm = torch.stack([each.norm() for each in sums.values()]).norm()
+        torch.testing.assert_close(zshard.clip_grad_norm_(model, 1e9), norm)
+        if behind == "drop":
+            sums.clear()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_what_a_rank_holds_back_is_reduced_where_only_others_make_gradients_then(
+    strategy: str,
+) -> None:
+    backwards = [([[3], [2]], "hold"), ([[], [1]], "drop")]
+    run_ranks(adapted, 2, strategy, False, backwards * 3)
+
+
+def test_reduced_gradients_count_where_a_known_backward_makes_none_this_time() -> None:
+    learned = [([[0], [0]], "drop")] * 3
+    run_ranks(adapted, 2, "zero2", True, [*learned, ([[1], [1]], "add"), ([[0, -1]] * 2, "drop")])
+
+
+class Gated(Experts):
+    """A weight of the root's that is used first, whose gradient ``opens`` may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__(reentrant=True)
+        self.gate = nn.Parameter(torch.ones(models.WIDTH))
+        self.opens = True
+
+    def gated(self, x: Tensor) -> Tensor:
+        return x * (self.gate if self.opens else self.gate.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.gated, self.inlet(x), use_reentrant=True)
+        return self.outlet(self.run(x))
+
+
+def gated(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    plain, model = Gated(), Gated()
+    for module in (plain.inlet, plain.outlet, model.inlet, model.outlet):
+        module.requires_grad_(False)
+    model.load_state_dict(plain.state_dict())
+    zshard.wrap(model)
+    for step in range(5):
+        for side in (plain, model):
+            side.path, side.opens = ([0], [4, 3, 2, 1])[rank], rank == 0 or step > 2
+            (side(batch(rank, step).requires_grad_()) - 1.0).square().mean().backward()
+        for name, param in plain.named_parameters():
+            mean, grad = mean_gradient(param, world_size), zshard.full_grad(model, name)
+            assert (mean is None) == (grad is None), name
+            assert mean is None or torch.allclose(grad, mean, atol=1e-6), name
+            param.grad = None
+        model.zero_grad()
+
+
+def test_the_roots_reduction_is_last_where_a_rank_had_no_gradient_of_it_at_first() -> None:
+    run_ranks(gated, 2)

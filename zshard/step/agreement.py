@@ -339,8 +339,8 @@ class Agreement:
         """Make the program of the pass that every rank has ended; none if one has aborted it."""
         current = self._pass
         current.to_be_learned = False
-        needed = None if current.aborted else current.needed
-        gathered = self._comm.all_gather_object(needed, Tag(None, "agree", about="program"))
+        mine = None if current.aborted else (current.needed, current.late)
+        gathered = self._comm.all_gather_object(mine, Tag(None, "agree", about="program"))
         if None in gathered:
             return
         self._programs.learn(current, gathered, self._prefetch)  # type: ignore[arg-type]

@@ -74,6 +74,7 @@ class Turn(NamedTuple):
 
 
 Program = tuple[Turn, ...]
+Told = tuple[Sequence[Turn], Sequence[int]]  # what a rank has needed, and late; see ``Pass``
 Key = tuple[int, ...]  # what tells one kind of pass from others, the same on every rank
 
 _MOST = 64  # kept at a time: ranks that never repeat themselves would learn one each step
@@ -94,6 +95,7 @@ class Pass:
         to_be_learned: whether ranks have needed what is in no program, so there is a new one.
         meets_at_end: whether a meeting ends it.
         needed: what this rank has needed, in its order.
+        late: units that were not ready, of which it has gradients at its end.
         ready: units that are complete on this rank.
         ready_on: where there is no program, unit -> the ranks on which it is.
         reduced: units that were reduced in it.
@@ -113,6 +115,7 @@ class Pass:
     to_be_learned: bool = False
     meets_at_end: bool = False
     needed: list[Turn] = field(default_factory=list)
+    late: Sequence[int] = ()
     ready: set[int] = field(default_factory=set)
     ready_on: dict[int, set[int]] = field(default_factory=dict)
     reduced: set[int] = field(default_factory=set)
@@ -199,24 +202,24 @@ class Pass:
             has_new: whether it has gradients of a unit to be reduced; has_old: or reduced ones.
 
         Returns:
-            0 where it has made no gradient in this pass; else 1, and a bit for each unit of which
-            it has any. It is one word: of more than 62 units some share a bit.
+            1 where it has made a gradient in this pass, else 0; and a bit for each unit of which it
+            has any. It is one word: of more than 62 units some share a bit.
         """
-        if not self.makes_gradients:
-            return 0
-        new = [unit for unit in self._left if has_new(unit)]
-        self.needed += [Turn(Op.REDUCE, unit) for unit in new]
-        return functools.reduce(operator.or_, map(_bit, (*new, *filter(has_old, self._left))), 1)
+        self.late = [unit for unit in self._left if has_new(unit)]
+        there = (*self.late, *filter(has_old, self._left))
+        return functools.reduce(operator.or_, map(_bit, there), int(self.makes_gradients))
 
     def left_to_reduce(self, asked: Iterable[int]) -> list[int]:
         """What is to be reduced at its end: that of which any rank has gradients.
 
-        Nothing where no rank has made one in this pass: those of earlier ones stay as they are.
+        Nothing where no rank has made one in this pass and it has reduced none: they stay.
 
         Args:
             asked: what each rank has said.
         """
         wanted = functools.reduce(operator.or_, asked)
+        if not (wanted & 1 or self.reduced):
+            return []
         return [unit for unit in self._left if _bit(unit) & wanted]
 
     @property
@@ -247,10 +250,12 @@ class Programs:
         anew = program is None
         return Pass(key, program, to_be_learned=anew, meets_at_end=anew or loose)
 
-    def learn(self, ended: Pass, needed: Sequence[Sequence[Turn]], prefetch: int) -> None:
-        """Learn from what the ranks have ``needed`` in a pass that has ``ended``; see ``learn``."""
-        key, old = ended.key, self._learned.pop(ended.key, None)
-        self._learned[key] = learn(old, needed, prefetch)
+    def learn(self, ended: Pass, told: Sequence[Told], prefetch: int) -> None:
+        """Learn from what the ranks have ``told`` of a pass that has ended; see ``learn``."""
+        key, old, needed = ended.key, self._learned.pop(ended.key, None), [each for each, _ in told]
+        late = {unit for _, each in told for unit in each} & ended.reduced
+        last = [Turn(Op.REDUCE, unit) for unit in ended.trained if unit in late]
+        self._learned[key] = learn(old, needed, last, prefetch)
         self._alike.pop(key, None)
         self._alike[key] = all(each == needed[0] for each in needed)
         _keep_latest(self._learned)
@@ -284,23 +289,23 @@ def _keep_latest(found: dict[Key, Any]) -> None:
 
 
 def learn(
-    old: Program | None,
-    needed: Sequence[Sequence[Turn]],
-    prefetch: int,
+    old: Program | None, needed: Sequence[Sequence[Turn]], late: Sequence[Turn], prefetch: int
 ) -> Program:
     """The program of a pass that has run on every rank.
 
     Args:
         old: the program that it followed and had to leave; None if there was none.
         needed: what each rank needed, in its own order.
+        late: reductions of what was not ready; those that no rank needed before come last.
         prefetch: how many gathers are issued ahead of the one that is needed.
     """
     longest = max(map(len, needed))
-    merged = _merge([old or (), *needed])
+    merged = _merge([[turn for turn in old or () if turn not in late], *needed])
     if len(merged) > 2 * max(longest, 1):  # of other times than these
         merged = _merge(needed)
     last = {turn: place for place, turn in enumerate(merged) if turn.op is Op.REDUCE}
     once = [s for i, s in enumerate(merged) if s.op is Op.GATHER or last[s] == i]
+    once += [turn for turn in late if turn not in last]
     return _issue_ahead(once, prefetch)
 
 
