@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zshard
+from zshard.step.executor import Executor
+from zshard.unit import Unit
 
 
 class Experts(nn.Module):
@@ -218,3 +220,30 @@ def gated(rank: int, world_size: int) -> None:
 
 def test_the_roots_reduction_is_last_where_a_rank_had_no_gradient_of_it_at_first() -> None:
     run_ranks(gated, 2)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_one_rank_reduces_early_what_an_earlier_backward_did_not_come_to(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduced: list[int] = []
+    early: list[int] = []
+    reduce = Executor.reduce
+
+    def noted(executor: Executor, unit: Unit) -> None:
+        reduced.append(unit.index)
+        reduce(executor, unit)
+
+    monkeypatch.setattr(Executor, "reduce", noted)
+    model = zshard.wrap(Experts(reentrant=False), strategy=strategy)
+    model.inlet.register_forward_hook(
+        lambda *call: call[-1].register_hook(lambda grad: early.extend(reduced)) and None
+    )
+    for path in 2 * [[0, 1, -1]] + 3 * [[0, 1]]:
+        model.path = path
+        reduced.clear()
+        early.clear()
+        model(batch(0, 0)).sum().backward()
+        model.zero_grad()
+    assert early == [2, 1]
+    assert reduced == [2, 1, 0]

@@ -180,10 +180,9 @@ class Backward:
         A part of the graph may have been detached, or a loss left out, that was not before. Which
         of a unit's parameters get a gradient changes nothing of what is gathered.
         """
-        reached = ((u, any(f.full.will_be_reached() for f in u.flats)) for u in self._units)
-        if not self._executor.has_peers:
-            return str(any(here for _, here in reached))
-        return " ".join(str(unit.index) for unit, here in reached if not here)
+        units = self._units
+        passed_over = [u for u in units if not any(f.full.will_be_reached() for f in u.flats)]
+        return " ".join(str(unit.index) for unit in passed_over)
 
     def leaf_grad_arrived(self, unit: Unit) -> None:
         """Free and reduce ``unit``, one of whose leaves got its gradient, if that was the last."""
