@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -94,11 +95,19 @@ def test_what_one_rank_has_written_in_its_copies_does_not_stay() -> None:
     assert torch.equal(one_step(model, 0, 0), before)
 
 
-def written_on_one_rank(rank: int, world_size: int, strategy: str, dtypes: str, told: bool) -> None:
+class TriesTwice(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        with suppress(zshard.StateError):
+            self.blocks[1](self.inlet(x))
+        return super().forward(x)
+
+
+def written_on_one_rank(
+    rank: int, world_size: int, strategy: str, dtypes: str, told: bool, kind: type[Blocks] = Blocks
+) -> None:
     torch.manual_seed(0)
-    split = zshard.Precision.bf16(master="split")
-    model = Blocks(block=Rewrites)
-    zshard.wrap(model, strategy=strategy, precision=split if dtypes == "split" else None)
+    precision = zshard.Precision.bf16(master="split") if dtypes == "split" else None
+    model = zshard.wrap(kind(block=Rewrites), strategy=strategy, precision=precision)
     values = zshard.state_dict(model, all_ranks=True)
     model.blocks[1].writes = rank == 0
     with pytest.raises(zshard.StateError if rank == 0 else zshard.MismatchError):
@@ -122,6 +131,10 @@ def test_a_master_that_one_rank_has_written_is_refused_on_every_rank_until_it_is
     strategy: str, dtypes: str, told: bool
 ) -> None:
     run_ranks(written_on_one_rank, 2, strategy, dtypes, told)
+
+
+def test_a_load_mends_a_master_that_one_rank_has_written_twice_in_a_forward() -> None:
+    run_ranks(written_on_one_rank, 2, "zero2", "fp32", False, TriesTwice)
 
 
 def written_in_whole_parameters(rank: int, world_size: int, strategy: str, by_all: bool) -> None:
