@@ -18,7 +18,6 @@ import torch
 
 from ..errors import StateError
 from ..param import Sharded, ShardedGrad
-from .storage import shares
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -88,11 +87,11 @@ class GradObjects:
         self.aliases.note(alias)
         return alias
 
-    def leave(self, index: int, memory: torch.Tensor | None, *, held_back: bool) -> None:
+    def leave(self, index: int, *, held_back: bool) -> None:
         """Leave gradient ``index``, which is dropped, to those who keep it.
 
         Args:
-            memory: what all gradients lie in; held_back: by no_sync, so that nobody has it whole.
+            held_back: by no_sync, so that nobody has it whole.
         """
         kept = self.aliases.take(index)
         if _is_kept(self._objects, index):
@@ -101,8 +100,7 @@ class GradObjects:
             kept.append(left)
         for each in kept:
             each.__class__ = LostGrad if held_back else Sharded
-            if each._local is not None and memory is not None and shares(each._local, memory):
-                self._give_memory(each)
+            self._give_memory(each)
 
     def leave_data(self, of: ShardedGrad) -> None:
         """Before ``of.data = ...``: part its aliases from ``p.grad``, or ``of`` if it is one.

@@ -142,7 +142,7 @@ class Gradients:
 
     def _leave(self, index: int) -> None:
         """Leave gradient ``index``, which is dropped, to those who keep it."""
-        self.objects.leave(index, self._memory, held_back=self.is_held_back(index))
+        self.objects.leave(index, held_back=self.is_held_back(index))
 
     def before_access(self, index: int) -> None:
         """Make the gradient shard hold what the user is to see.
