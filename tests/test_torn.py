@@ -88,10 +88,10 @@ def load_without_states(path: str, model: nn.Module) -> None:
     assert loaded.missing == ["the optimizer's states"]
 
 
-def torch_load(path: str, model: nn.Module) -> None:
+def torch_load(path: str, model: nn.Module, *, average: bool = False) -> None:
     with pytest.raises(zshard.MismatchError):
         zshard.full_param(model, "inlet.bias")
-    values = model.state_dict()
+    values = {name: p.clone() if average else p for name, p in model.state_dict().items()}
     with pytest.raises(dcp.api.CheckpointException, match=r"is refused\. The model is torn"):
         dcp.save(values, checkpoint_id=f"{path}-torn")
     dcp.load(values, checkpoint_id=path)
@@ -122,6 +122,7 @@ LOADS: dict[str, Callable[[str, nn.Module], object]] = {
     "all but the optimizer's states": load_without_states,
     "in parts": load_weights_in_parts,
     "torch's": torch_load,
+    "part, torch's of an average": partial(torch_load, average=True),
 }
 
 
@@ -129,6 +130,7 @@ SAVES: dict[str, Callable[[str, nn.Module], object]] = {
     "load_weights": zshard.export,
     "torch's": lambda path, model: dcp.save(model.state_dict(), checkpoint_id=path),
 }
+SAVES["part, torch's of an average"] = SAVES["torch's"]
 
 
 def mended(rank: int, world_size: int, load: str, folder: str) -> list[str]:
