@@ -241,3 +241,28 @@ def test_a_change_of_one_gradient_looks_at_those_of_no_other_unit(
     CHANGES[change](grad)
     next(model.parameters()).grad = torch.zeros_like(grad)
     assert len(looked_at) <= 1
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+def looks_at_one_kept(rank: int, world_size: int) -> None:
+    model = zshard.wrap(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)))
+    model(torch.ones(2, 4)).sum().backward()
+    grad = model[1].bias.grad
+    if rank == 1:
+        model[0].register_forward_hook(lambda *given: given[2].register_hook(fail) and None)
+    loss = model(torch.ones(2, 4)).sum()
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        zshard.reset(model)
+        return
+    loss.backward()
+    with pytest.raises(zshard.StateError, match="on rank 1 a backward of this step"):
+        _ = grad.local
+
+
+def test_a_look_at_a_gradients_slice_tells_of_a_backward_that_raised_on_another_rank() -> None:
+    run_ranks(looks_at_one_kept, 2)
