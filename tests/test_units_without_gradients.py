@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import models
 import pytest
 import torch
-from models import Block
+from experts import DETACHED, Experts
 from ranks import run_ranks
 from steps import batch, mean_gradient
 from torch import Tensor, nn
@@ -17,33 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import zshard
 from zshard.step.executor import Executor
 from zshard.unit import Unit
-
-
-class Experts(nn.Module):
-    """Blocks of which those run that ``path`` says, where -1 detaches what came before.
-
-    Args:
-        reentrant: in one reentrant checkpoint, of which nobody can tell what it makes.
-    """
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(3, models.WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.outlet = nn.Linear(models.WIDTH, 1)
-        self.path: Sequence[int] = ()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inlet(x)
-        x = checkpoint(self.run, x, use_reentrant=True) if self.reentrant else self.run(x)
-        return self.outlet(x)
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.path:
-            x = x.detach() if block < 0 else self.blocks[block](x)
-        return x
-
 
 # The blocks that each of two ranks runs, and whether an optimizer's step follows, or else the next
 # backward adds its gradients to these, which were clipped.
@@ -58,8 +31,8 @@ BACKWARDS: list[tuple[list[int], list[int], bool]] = [
     ([0], [0], False),
     ([2], [3], True),
     ([0, 1], [0, 2], True),
-    ([1, -1, 2], [1, -1, 2], True),
-    ([1, -1, 2], [1, -1, 2], True),
+    ([1, DETACHED, 2], [1, DETACHED, 2], True),
+    ([1, DETACHED, 2], [1, DETACHED, 2], True),
     (
         [1, 2],
         [1, 2],
@@ -122,19 +95,6 @@ def test_only_units_are_reduced_of_which_a_rank_has_gradients(
         assert counts == [4, 2, 2, 1, 3, 4, 2, 2, 4, 4, 2, 2, 3]
 
 
-class Adapted(Experts):
-    """Blocks alone are trained; ``path`` may end with -1, which detaches all that came before."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(reentrant)
-        self.inlet.requires_grad_(False)
-        self.outlet.requires_grad_(False)
-
-    def run(self, x: Tensor) -> Tensor:
-        out = super().run(x)
-        return out + x if -1 in self.path else out
-
-
 def adapted(
     rank: int,
     world_size: int,
@@ -144,7 +104,7 @@ def adapted(
 ) -> None:
     """Each backward's paths of the ranks; behind it "hold", or "add", or "drop" the gradients."""
     torch.manual_seed(1)
-    plain, model = Adapted(reentrant), Adapted(reentrant)
+    plain, model = Experts(reentrant, frozen=True), Experts(reentrant, frozen=True)
     model.load_state_dict(plain.state_dict())
     zshard.wrap(model, strategy=strategy)
     sums: dict[str, Tensor] = {}
@@ -180,7 +140,9 @@ def test_what_a_rank_holds_back_is_reduced_where_only_others_make_gradients_then
 
 def test_reduced_gradients_count_where_a_known_backward_makes_none_this_time() -> None:
     learned = [([[0], [0]], "drop")] * 3
-    run_ranks(adapted, 2, "zero2", True, [*learned, ([[1], [1]], "add"), ([[0, -1]] * 2, "drop")])
+    run_ranks(
+        adapted, 2, "zero2", True, [*learned, ([[1], [1]], "add"), ([[0, DETACHED]] * 2, "drop")]
+    )
 
 
 class Gated(Experts):
@@ -195,8 +157,8 @@ class Gated(Experts):
         return x * (self.gate if self.opens else self.gate.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.gated, self.inlet(x), use_reentrant=True)
-        return self.outlet(self.run(x))
+        gated = checkpoint(self.gated, self.inlet(x), use_reentrant=True)
+        return self.outlet(self.run(gated, x))
 
 
 def gated(rank: int, world_size: int) -> None:
@@ -239,7 +201,7 @@ def test_one_rank_reduces_early_what_an_earlier_backward_did_not_come_to(
     model.inlet.register_forward_hook(
         lambda *call: call[-1].register_hook(lambda grad: early.extend(reduced)) and None
     )
-    for path in 2 * [[0, 1, -1]] + 3 * [[0, 1]]:
+    for path in 2 * [[0, 1, DETACHED]] + 3 * [[0, 1]]:
         model.path = path
         reduced.clear()
         early.clear()
