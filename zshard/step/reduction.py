@@ -105,10 +105,11 @@ class Reducer:
             self._pending[0].wait()
             self._pending.pop(0)
         self._ending = ending
-        if self._present:  # else nobody takes them in, and torch.func lets nobody write them
-            for flat in self.trained_flats:
-                if flat not in self._present:  # no rank has a gradient of it, as ``Pass`` says
-                    self._stats_of[flat].zero_()
+        # Of those no rank has a gradient, as ``Pass`` says. (Where there are none at all, nobody
+        # takes the sums in, and torch.func lets nobody write them.)
+        left = [stats for flat, stats in self._stats_of.items() if flat not in self._present]
+        if self._present and left:
+            torch._foreach_zero_(left)
         none = {flat: [False] * len(flat.names) for flat in self.trained_flats}
         present = chain.from_iterable((none | self._present).values())
         stats = self._stats.sum(0)
